@@ -24,8 +24,10 @@ enum class Op : int32_t {
 // kDirect, for reductions over kPeer: partial sums go straight to the ranks that need them, which add
 // them up in one kernel; the fewest steps, for few rows. kStripes, for reductions over kPeer by the
 // framework's GEMM: it stores each rank's rows of a chunk into that rank's memory. Their owner adds up the
-// ranks' terms beside the next chunk, and copy engines bring an all-reduce's sums to all. The other ops
-// have one collective each, over any transport.
+// ranks' terms beside the next chunk, and copy engines bring an all-reduce's sums to all. kOwners, for reductions over
+// kPeer: each rank's GEMM stores its partial sums into the slots of the parts' owners; an owner's epilogue adds the
+// ranks' terms up in their order and rounds once, and an all-reduce's finished tiles go to all as a ring's do. The other
+// ops have one collective each, over any transport.
 enum class Collective : int32_t {
   kAllReduce = 0,
   kExchange = 1,
@@ -35,6 +37,7 @@ enum class Collective : int32_t {
   kRing = 5,
   kDirect = 6,
   kStripes = 7,
+  kOwners = 8,
 };
 
 // An op is a GEMM with a movement of rows before or after it.

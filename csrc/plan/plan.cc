@@ -140,6 +140,10 @@ const char* name(Op op) {
 const char* name(DType dtype) {
   return member_name(dtype);
 }
+const char* name(Invariance invariance) {
+  return member_name(invariance);
+}
+
 const char* name(Recipe recipe) {
   return member_name(recipe);
 }
@@ -222,6 +226,7 @@ int32_t row_parts(const Plan& plan) {
   // Transfers name rows themselves.
   if (has_program(plan) && plan.problem.traits().scatters()) return 1;
   const bool owned = plan.collective == Collective::kRing ||
+                     plan.collective == Collective::kOwners ||
                      plan.collective == Collective::kStripes ||
                      (plan.collective == Collective::kDirect &&
                       plan.schedule == Schedule::kOverlapped && direct_in_pieces(plan));
@@ -253,6 +258,18 @@ int64_t direct_piece_bytes(const Plan& plan) {
   return round_up_div(round_up_div(bytes, problem.world_size), kPeerAccessBytes) * kPeerAccessBytes;
 }
 
+bool adds_terms(Kernel kernel, const Problem& problem) {
+  return kernel == Kernel::kSm90Pingpong || (is_pingpong(kernel) && problem.world_size == 2);
+}
+
+bool is_batch_invariant(const Plan& plan) {
+  const bool in_order =
+      plan.collective == Collective::kDirect || plan.collective == Collective::kOwners;
+  // The framework picks another GEMM for another number of rows. This package's of one GPU add along K alike.
+  const bool own = plan.kernel != Kernel::kLibrary || plan.problem.given();
+  return in_order && own && over_peers(plan) && !has_program(plan);
+}
+
 bool every_part_has_rows(const Problem& problem) {
   const int64_t ranks = problem.world_size;
   return (ranks - 1) * round_up_div(problem.m, ranks) < problem.m;
@@ -282,6 +299,9 @@ int64_t peer_slot_bytes(const Plan& plan) {
     // A piece from each rank, and, for all to have the sums, the sums from each.
     return (all_reduces && direct_in_pieces(plan) ? 2 : 1) * ranks * direct_piece_bytes(plan);
   }
+  if (plan.collective == Collective::kOwners) {  // terms, and every rank's finished part
+    return (all_reduces ? 2 : 1) * ranks * part_rows(plan) * problem.n * moved_bytes(problem);
+  }
   if (plan.collective == Collective::kStripes) {
     return (all_reduces ? 2 : 1) * ranks * stripe_bytes(plan);  // terms, and the sums of each part
   }
@@ -298,9 +318,9 @@ Collective collective_of(Op op) {
 }
 
 int32_t row_grain(const Plan& plan) {
-  // A ring and stripes compute one part at a time, an all-gather all but one.
-  if (plan.collective == Collective::kRing || plan.collective == Collective::kStripes ||
-      plan.problem.traits().gathers()) {
+  // A ring, owners and stripes compute one part at a time, an all-gather all but one.
+  if (plan.collective == Collective::kRing || plan.collective == Collective::kOwners ||
+      plan.collective == Collective::kStripes || plan.problem.traits().gathers()) {
     return plan.cluster_m;
   }
   const int32_t parts = row_parts(plan);

@@ -29,8 +29,14 @@ enum class Transport : int32_t { kNccl = 0, kGloo = 1, kPeer = 2 };
 // input and of the weight; or by blocks of 1 x 128 of the input and of 128 x 128 of the weight.
 enum class Recipe : int32_t { kNone = 0, kTensor = 1, kRow = 2, kBlock = 3 };
 
+// Limits of what the bits of a row of a sum depend on. kBatch: on the row, the weight and the number of ranks alone, and on no
+// other rows, however many there are. Each rank's product is rounded to the output's type, these terms are added in
+// float32 in the ranks' order, and the sum is rounded before a bias is added.
+enum class Invariance : int32_t { kNone = 0, kBatch = 1 };
+
 const char* name(Op op);
 const char* name(Recipe recipe);
+const char* name(Invariance invariance);
 const char* name(Schedule schedule);
 const char* name(Transport transport);
 const char* name(Collective collective);
@@ -50,6 +56,7 @@ struct Problem {
   Recipe recipe = Recipe::kNone;
   DType output_dtype = DType::kBFloat16;  // of scaled operands' output; else see output_dtype()
   bool fast_accum = false;  // of scaled operands: whether sums may be the tensor cores' own
+  Invariance invariance = Invariance::kNone;  // of an op that adds between ranks
 
   OpTraits traits() const { return plan::traits(op); }
   // True of an all-reduce without a GEMM: the caller gives what is added up.
@@ -153,6 +160,13 @@ int64_t part_rows(const Plan& plan);
 
 // True if chunks travel through the peers' memory.
 bool over_peers(const Plan& plan);
+
+// True if the kernel's GEMMs add up terms of the collective owners: of two ranks as a ring's, of more in registers.
+bool adds_terms(Kernel kernel, const Problem& problem);
+
+// True if a row's bits follow from the row, the weight and the number of ranks, whatever other rows there are:
+// Invariance::kBatch, whose other plan is the sequence, in place of which the op's composition runs.
+bool is_batch_invariant(const Plan& plan);
 
 // Tile rows of a band, at most: it keeps a wave of tiles square. Higher ones finish later and share no
 // more of the operands in L2.

@@ -11,7 +11,7 @@ namespace {
 
 // First number of every list. It changes whenever the fields or their order do, so that a list that
 // another version made is refused, not misread.
-constexpr int64_t kCodeVersion = 6;
+constexpr int64_t kCodeVersion = 7;
 
 // Numbers of an item without sequences.
 template <typename Item>

@@ -69,6 +69,18 @@ struct Enumeration<Recipe> {
 };
 
 template <>
+struct Enumeration<Invariance> {
+  static constexpr const char* kName = "Invariance";
+  static constexpr const char* kDoc = "What the bits of a row of a sum may depend on.";
+  static constexpr const char* kUnknown = "unknown invariance";
+  static constexpr std::array kMembers = {
+      Member<Invariance>{Invariance::kNone, "none", "on the fastest plan, and so on all rows"},
+      Member<Invariance>{Invariance::kBatch, "batch",
+                         "on the row, the weight and the number of ranks alone"},
+  };
+};
+
+template <>
 struct Enumeration<Schedule> {
   static constexpr const char* kName = "Schedule";
   static constexpr const char* kDoc = "When an op communicates.";
@@ -137,6 +149,9 @@ struct Enumeration<Collective> {
       Member<Collective>{Collective::kStripes, "stripes",
                          "of reductions over peers: the framework's GEMM stores each rank's rows "
                          "into its memory, and the rank adds them up, chunk by chunk"},
+      Member<Collective>{Collective::kOwners, "owners",
+                         "of reductions over peers: each tile goes to its rows' owner, whose GEMM "
+                         "adds the ranks' terms in their order"},
   };
 };
 
@@ -253,6 +268,8 @@ struct Fields<Problem> {
             "whether scaled operands' sums may be the tensor cores' own, which are less exact than "
             "fp32: the ops' use_fast_accum.",
             "", true},
+      Field{"invariance", &Problem::invariance, Scope::kGroup,
+            "see Invariance; the constructor takes its name as well.", "", true},
   };
 };
 
@@ -461,8 +478,9 @@ constexpr void for_each_field(Visit&& visit) {
 // True of a value that goes without saying.
 template <typename Item, typename Value>
 bool is_usual(const Item& item, const Field<Item, Value>& field) {
-  if constexpr (std::is_same_v<Item, Problem> && std::is_same_v<Value, bool>) {
-    return !(item.*field.member);
+  if constexpr (std::is_same_v<Item, Problem> &&
+                (std::is_same_v<Value, bool> || std::is_same_v<Value, Invariance>)) {
+    return item.*field.member == Value{};
   } else if constexpr (std::is_same_v<Item, Problem>) {
     return item.recipe == Recipe::kNone;
   } else if constexpr (std::is_same_v<Value, Collective>) {
@@ -512,9 +530,10 @@ static_assert(all_listed<Problem>() && all_listed<Machine>() && all_listed<BandR
               all_listed<Chunk>() && all_listed<Resources>() && all_listed<Plan>() &&
               all_listed<Rectangle>() && all_listed<Region>() && all_listed<Transfer>() &&
               all_listed<Program>());
-static_assert(in_order<Op>() && in_order<DType>() && in_order<Recipe>() && in_order<Schedule>() &&
-              in_order<Kernel>() && in_order<Transport>() && in_order<Collective>() &&
-              in_order<Layout>() && in_order<Memory>() && in_order<Way>() && in_order<Engine>());
+static_assert(in_order<Op>() && in_order<DType>() && in_order<Recipe>() && in_order<Invariance>() &&
+              in_order<Schedule>() && in_order<Kernel>() && in_order<Transport>() &&
+              in_order<Collective>() && in_order<Layout>() && in_order<Memory>() &&
+              in_order<Way>() && in_order<Engine>());
 
 }  // namespace checks
 }  // namespace overlap::plan

@@ -156,9 +156,10 @@ Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_
   return plan;
 }
 
-Plan make_at_once(const Problem& problem, Kernel kernel) {
+Plan make_at_once(const Problem& problem, Kernel kernel, std::optional<Schedule> schedule) {
   Plan plan = base_plan(problem, kernel, Transport::kPeer, {});
-  plan.schedule = kernel == Kernel::kLibrary ? Schedule::kSequential : Schedule::kOverlapped;
+  plan.schedule =
+      schedule.value_or(kernel == Kernel::kLibrary ? Schedule::kSequential : Schedule::kOverlapped);
   if (!problem.traits().gathers()) plan.collective = Collective::kDirect;
   const int32_t rows = tiles_m(plan);
   const int32_t most = std::max(kBandRows, plan.cluster_m);

@@ -46,8 +46,10 @@ Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_
                  Transport transport = Transport::kNccl, const KernelShape& shape = {});
 
 // Over peers in one step: reductions are direct, from the kernel's own stores, or with kLibrary from
-// one kernel after its GEMM; an all-gather, with kLibrary, is one kernel before it.
-Plan make_at_once(const Problem& problem, Kernel kernel);
+// one kernel after its GEMM; an all-gather, with kLibrary, is one kernel before it. A schedule says which, for a kernel of
+// this package: sequential has its GEMM first, and the kernel that sends and adds after it.
+Plan make_at_once(const Problem& problem, Kernel kernel,
+                  std::optional<Schedule> schedule = std::nullopt);
 
 // gemm_alltoall: kernel, resources and transport of what is sent. In how many pieces follows, pair by
 // pair, from the rows that the two ranks exchange. Over peers `max_ctas` is that of long messages, which

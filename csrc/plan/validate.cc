@@ -75,7 +75,7 @@ void check_kernel(const Plan& plan) {
 
 // A collective that the op has. The tile grid follows from it, so this comes first.
 void check_collective_of_op(const Plan& plan) {
-  check_enum("collective", plan.collective, Collective::kStripes);
+  check_enum("collective", plan.collective, Collective::kOwners);
   const bool of_peers = plan.collective >= Collective::kRing;
   const Collective own = collective_of(plan.problem.op);
   const bool all_reduces = plan.problem.traits().all_reduces();
@@ -84,8 +84,8 @@ void check_collective_of_op(const Plan& plan) {
       !(reduces && of_peers)) {
     fail("collective of ", name(plan.problem.op), " is ", name(plan.collective), ", allowed is ",
          name(own),
-         all_reduces ? ", exchange, ring, direct or stripes"
-         : reduces   ? ", ring, direct or stripes"
+         all_reduces ? ", exchange, ring, direct, stripes or owners"
+         : reduces   ? ", ring, direct, stripes or owners"
                      : "",
          ": take that");
   }
@@ -252,7 +252,8 @@ void check_peers(const Plan& plan) {
   const bool overlapped = plan.schedule == Schedule::kOverlapped;
   const bool direct = plan.collective == Collective::kDirect;
   const bool gathers = plan.collective == Collective::kAllGather;
-  const bool ring = plan.collective == Collective::kRing;
+  const bool owners = plan.collective == Collective::kOwners;
+  const bool ring = plan.collective == Collective::kRing || owners;
   const bool exchanges = plan.collective == Collective::kAllToAll;
   const bool stripes = plan.collective == Collective::kStripes;
   if (!(direct || gathers || ((ring || exchanges || stripes) && overlapped)) ||
@@ -261,8 +262,9 @@ void check_peers(const Plan& plan) {
          name(plan.collective), ", the schedule ", name(plan.schedule), ", the layout ",
          name(plan.layout), ", window = ", plan.resources.window,
          ", lanes = ", plan.resources.lanes,
-         ", allowed are ring or stripes (overlapped) or direct (of a reduction) or all_gather or "
-         "all_to_all (overlapped), row_major, no window and one lane: take those, or the transport "
+         ", allowed are ring, owners or stripes (overlapped) or direct (of a reduction) or "
+         "all_gather or all_to_all (overlapped), row_major, no window and one lane: take those, or "
+         "the transport "
          "nccl");
   }
   if (problem.world_size < 2 || problem.world_size > kMaxPeerRanks) {
@@ -275,14 +277,20 @@ void check_peers(const Plan& plan) {
          "the transport nccl");
   }
   if (ring && problem.m > 0 && !every_part_has_rows(problem)) {
-    fail("plan with the collective ring cuts m = ", problem.m, " into ", problem.world_size,
-         " parts of ", part_rows(plan),
+    fail("plan with the collective ", name(plan.collective), " cuts m = ", problem.m, " into ",
+         problem.world_size, " parts of ", part_rows(plan),
          " rows, allowed are numbers of rows of which the last part has some: take the collective "
          "direct, or the transport nccl");
   }
   if (ring && ring_tiles(plan) > kMaxRingTiles) {
-    fail("plan with the collective ring passes on ", ring_tiles(plan), " tiles, allowed are ",
-         kMaxRingTiles, ", as each has a flag: take the transport nccl");
+    fail("plan with the collective ", name(plan.collective), " passes on ", ring_tiles(plan),
+         " tiles, allowed are ", kMaxRingTiles, ", as each has a flag: take the transport nccl");
+  }
+  if (owners && !adds_terms(plan.kernel, problem)) {
+    fail("plan with the collective owners has the kernel ", name(plan.kernel), " on ",
+         problem.world_size, " ranks, allowed are ", name(Kernel::kSm90Pingpong),
+         ", which has registers for the ranks' terms, and between two ranks ",
+         name(Kernel::kSm90PingpongWide), ": take one of those, or the collective ring");
   }
   if (plan.resources.one_launch && !(exchanges && is_pingpong(plan.kernel))) {
     fail(
@@ -329,6 +337,15 @@ void check_collective(const Plan& plan) {
 
 void check_schedule(const Plan& plan) {
   const Problem& problem = plan.problem;
+  const bool is_sequence = plan.schedule == Schedule::kSequential && !over_peers(plan) &&
+                           plan.kernel == Kernel::kLibrary && !has_program(plan);
+  if (problem.invariance != Invariance::kNone && !is_batch_invariant(plan) && !is_sequence) {
+    fail("plan for a problem with the invariance ", name(problem.invariance), " has the kernel ",
+         name(plan.kernel), " and the collective ", name(plan.collective), " over ",
+         name(plan.chunks[0].transport),
+         ", allowed are this package's kernels with direct or owners over peer, which add in the "
+         "ranks' order, and make_sequential's plan: take one of those");
+  }
   if (problem.recipe != Recipe::kNone && plan.schedule != Schedule::kSequential &&
       plan.chunks[0].transport == Transport::kGloo) {
     fail("plan for scaled operands (", problem.to_string(), ") has the schedule ",
@@ -394,6 +411,11 @@ void check_problem(const Problem& problem) {
   check_range("m", problem.m, 0, kMaxSize, remedy);
   check_range("n", problem.n, 0, kMaxSize, remedy);
   check_range("k", problem.k, 0, kMaxSize, remedy);
+  check_enum("invariance", problem.invariance, Invariance::kBatch);
+  if (problem.invariance != Invariance::kNone && !problem.traits().sums()) {
+    fail("problem of ", name(problem.op), " has the invariance ", name(problem.invariance),
+         ", allowed is none, as the op adds nothing between ranks");
+  }
   check_range("world_size", problem.world_size, 1, std::numeric_limits<int32_t>::max(),
               "take the process group's size");
   if (problem.m % op_row_parts(problem) != 0) {

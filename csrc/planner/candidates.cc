@@ -5,6 +5,7 @@
 
 #include "plan/templates.h"
 #include "planner/apportion.h"
+#include "planner/kernel_choice.h"
 #include "steps/price/costs.h"
 #include "steps/price/price.h"
 
@@ -13,7 +14,6 @@ namespace overlap::planner {
 using namespace plan;  // whose types and templates these are
 using steps::predict;
 using steps::Prediction;
-using steps::rounds_of;
 using steps::slow_link;
 
 namespace {
@@ -37,8 +37,6 @@ int32_t peer_sms(const Plan& plan) {
 // Direct plans hold all partial sums in slots, and add them up when the GEMM has ended: for few rows.
 constexpr int64_t kMaxDirectBytes = int64_t{1} << 27;
 constexpr int64_t kDirectAccess = 16;  // bytes
-
-constexpr int64_t kAlignment = 8;  // elements: 16 bytes, what bulk copies of 16-bit types take
 
 // A ring passes on single tiles, and chunks of what an all-reduce has finished cost its GEMM more than they
 // save; an all-gather computes what has arrived.
@@ -117,69 +115,15 @@ bool has_ring_flags(const Problem& problem, Kernel kernel) {
   return base.collective != Collective::kRing || ring_tiles(base) <= kMaxRingTiles;
 }
 
-// Returns true if a kernel's larger tiles, in two rounds or more, fill about as many SMs as ping-pong's of 128 x 128.
-bool fills_tiles(const Problem& problem, const Profile::Gemm& gemm, int32_t sms,
-                 Transport transport, Kernel kernel) {
-  const Plan large = base_plan(problem, kernel, transport, {});
-  const Plan small = base_plan(problem, Kernel::kSm90Pingpong, transport, {});
-  const auto rounds = [&](const Plan& plan) {
-    return rounds_of(int64_t{tiles_m(plan)} * tiles_n(plan), sms);
-  };
-  const double larger = static_cast<double>(large.tile_n) / small.tile_n;
-  return rounds(large) >= gemm.large_tile_rounds &&
-         larger * rounds(large) <= gemm.large_tile_factor * rounds(small);
-}
-
-// The kernels of what moves each byte once, the preferred one first. Larger tiles need less of shared memory's rate, but
-// the cooperative kernel's stores come between products, which weighs at small K. Where an all-gather's GEMM is long the
-// chip reaches its power limit, and ping-pong needs less power. In fp8 tiles of 128 x 128 were the slower ones wherever wide
-// ones fill the SMs. benchmarks/notes.md has the times ("Tile shapes on Hopper", "All-gathers in fp8").
-std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machine,
-                                    const Prediction& sequence, Kernel kernel,
-                                    Transport transport) {
-  if (kernel != Kernel::kSm90Pingpong) return {kernel};
-  const Profile& profile = *machine.profile;
-  const bool gathers = problem.traits().gathers();
-  // An all-gather's last launch has all SMs. A reduce-scatter's GEMM leaves some to NCCL.
-  const Way most = way_of(profile.ways.one_way_window.back());
-  const int32_t sms = std::max(1, machine.sm_count - (gathers ? 0 : most.ctas * most.lanes));
-  const auto fills = [&](Kernel own) {
-    return fills_tiles(problem, profile.gemm, sms, transport, own);
-  };
-  const bool fp8 = is_fp8(problem.dtype);  // which the cooperative kernel does not take
-  const bool wide = fills(Kernel::kSm90PingpongWide);
-  const bool large = !fp8 && fills(Kernel::kSm90Cooperative);
-  const bool takes_wide = wide && (fp8 || problem.k <= profile.gemm.short_k);
-  const Kernel shorter = takes_wide ? Kernel::kSm90PingpongWide
-                         : large    ? Kernel::kSm90Cooperative
-                                    : kernel;
-  if (!gathers) return {shorter};
-  if (fp8 || sequence.gemm_us > profile.gemm.cool_us) {
-    return {wide ? Kernel::kSm90PingpongWide : kernel};
-  }
-  if (shorter == kernel) return {kernel};
-  return {shorter, kernel};  // which takes fewer rounds for what arrives
-}
-
 void set_peer_sms(Candidates& plans, size_t first) {
   for (size_t i = first; i < plans.plans.size(); ++i) {
     plans.plans[i].resources.comm_sms = peer_sms(plans.plans[i]);
   }
 }
 
-// The kernels that store into peers' memory and add what peers stored: ping-pong. Wide tiles take more of a round that
-// is not full, which the model counts.
-std::vector<Kernel> peer_kernels(const Problem& problem, const Machine& machine,
-                                 const Prediction& sequence, Kernel kernel) {
-  if (problem.traits().gathers()) {
-    return one_way_kernels(problem, machine, sequence, kernel, Transport::kPeer);
-  }
-  return {kernel, Kernel::kSm90PingpongWide};
-}
-
 // Adds in phases, if peers' memory carries them. Returns true if it does.
 bool add_over_peers(Candidates& plans, const Problem& problem, const Machine& machine,
-                    const Prediction& sequence, Kernel kernel) {
+                    const Prediction& sequence, Kernel kernel, bool all) {
   const Profile& profile = *machine.profile;
   if (machine.peer_gbps < profile.peer.fast_gbps || problem.world_size > kMaxPeerRanks ||
       kernel != Kernel::kSm90Pingpong || !every_part_has_rows(problem) ||
@@ -189,6 +133,9 @@ bool add_over_peers(Candidates& plans, const Problem& problem, const Machine& ma
   const size_t first = plans.plans.size();
   for (const Kernel own : peer_kernels(problem, machine, sequence, kernel)) {
     add_row_panels(plans, problem, own, peer_schedules(problem, profile), {}, 0, Transport::kPeer);
+  }
+  if (all && problem.traits().sums()) {
+    add_row_panels(plans, problem, kernel, {{1}}, {}, 0, Transport::kPeer, Collective::kOwners);
   }
   set_peer_sms(plans, first);
   return true;
@@ -250,7 +197,7 @@ void add_gpu_kernel(Candidates& plans, const Problem& problem, const Machine& ma
   }
   // Rings of equal parts were measured better than anything through NCCL. Others take more tiles that have few rows.
   const bool equal_parts = problem.m % problem.world_size == 0;
-  if (add_over_peers(plans, problem, machine, sequence, kernel) && equal_parts && !all) return;
+  if (add_over_peers(plans, problem, machine, sequence, kernel, all) && equal_parts && !all) return;
   // Where windows work they carry more with fewer SMs, and between two ranks an exchange more yet. The model's error is
   // larger than what lies between the three, so it does not choose among them.
   if (!problem.traits().all_reduces()) {
@@ -278,21 +225,17 @@ void add_gpu_kernel(Candidates& plans, const Problem& problem, const Machine& ma
   }
 }
 
-// In fp8 only ping-pong kernels run: scales of tensors or rows, the tensor cores' own sums, bfloat16 output.
-bool kernels_take(const Problem& problem, const Machine& machine) {
-  const bool fp8 = is_fp8(problem.dtype);
-  const int64_t k_alignment = fp8 ? 2 * kAlignment : kAlignment;
-  if (problem.n % kAlignment != 0 || problem.k % k_alignment != 0) return false;
-  if (!fp8) return element_bytes(problem.dtype) == 2;
-  return machine.has_sm90_kernels && problem.fast_accum && problem.recipe != Recipe::kBlock &&
-         output_dtype(problem) == DType::kBFloat16;
+// True if each rank adds up as many rows as the others in a direct plan, or all of them.
+bool pieces_are_equal(const Problem& problem) {
+  const bool owned = !problem.traits().all_reduces() || problem.world_size > 2;
+  return !owned || problem.m % problem.world_size == 0;
 }
 
-// In a row ping-pong is the faster kernel: see one_way_kernels.
-Kernel best_kernel(const Problem& problem, const Machine& machine) {
-  if (!kernels_take(problem, machine)) return Kernel::kLibrary;
-  if (machine.has_sm90_kernels) return Kernel::kSm90Pingpong;
-  return machine.has_sm80_kernels ? Kernel::kSm80 : Kernel::kLibrary;
+void add_at_once(Candidates& plans, const Problem& problem, Kernel kernel, Schedule schedule) {
+  Plan plan = make_at_once(problem, kernel, schedule);
+  const Family family = {
+      .kernel = kernel, .transport = Transport::kPeer, .collective = plan.collective};
+  if (plans.wants(family)) plans.add(std::move(plan), family);
 }
 
 // Everything in one step, where there is little to overlap.
@@ -304,17 +247,32 @@ void add_direct(Candidates& plans, const Problem& problem, const Machine& machin
       too_small_for_peers(problem, machine)) {
     return;
   }
-  const auto add = [&](Kernel kernel) {
-    Plan plan = make_at_once(problem, kernel);
-    const Family family = {
-        .kernel = kernel, .transport = Transport::kPeer, .collective = plan.collective};
-    if (plans.wants(family)) plans.add(std::move(plan), family);
-  };
-  add(Kernel::kLibrary);
-  const bool owned = !problem.traits().all_reduces() || problem.world_size > 2;
+  add_at_once(plans, problem, Kernel::kLibrary, Schedule::kSequential);
   if (!gathers && !problem.given() && best_kernel(problem, machine) == Kernel::kSm90Pingpong &&
-      (!owned || problem.m % problem.world_size == 0)) {
-    add(Kernel::kSm90Pingpong);
+      pieces_are_equal(problem)) {
+    add_at_once(plans, problem, Kernel::kSm90Pingpong, Schedule::kOverlapped);
+  }
+}
+
+// Each plan has the same GEMM and the same order of additions, and one of them serves any number of rows: so M may choose
+// among them. Without any the composition runs, whatever M.
+void add_batch_invariant(Candidates& plans, const Problem& problem, const Machine& machine) {
+  const Kernel kernel = problem.given() ? Kernel::kLibrary : best_kernel(problem, machine);
+  const bool computes = problem.given() || kernel != Kernel::kLibrary;
+  const int64_t row_bytes = problem.n * moved_bytes(problem);
+  if (machine.peer_gbps <= 0.0 || problem.world_size > kMaxPeerRanks || !computes ||
+      row_bytes % kDirectAccess != 0) {
+    return;
+  }
+  add_at_once(plans, problem, kernel, Schedule::kSequential);
+  if (kernel != Kernel::kSm90Pingpong) return;
+  if (pieces_are_equal(problem) && peer_bytes(problem) <= kMaxDirectBytes) {
+    add_at_once(plans, problem, kernel, Schedule::kOverlapped);
+  }
+  if (!every_part_has_rows(problem)) return;
+  for (const Kernel own : {kernel, Kernel::kSm90PingpongWide}) {
+    if (!has_ring_flags(problem, own) || !adds_terms(own, problem)) continue;
+    add_row_panels(plans, problem, own, {{1}}, {}, 0, Transport::kPeer, Collective::kOwners);
   }
 }
 
@@ -467,6 +425,10 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
   }
   if (all_to_all) {
     add_all_to_all(plans, problem, machine);
+    return plans;
+  }
+  if (problem.invariance != Invariance::kNone) {
+    if (machine.arch != 0) add_batch_invariant(plans, problem, machine);
     return plans;
   }
   if (problem.given()) {  // nothing is computed that could be overlapped

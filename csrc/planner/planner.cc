@@ -45,10 +45,16 @@ std::vector<double> expected_us(const std::vector<Plan>& plans, const Machine& m
 // Infinite for one that is not expected to gain enough over the first.
 std::vector<double> gaining_us(const std::vector<Plan>& plans, const Machine& machine,
                                std::vector<double> us) {
+  constexpr double kNever = std::numeric_limits<double>::infinity();
+  // The sequence stands for the composition, whose GEMM has other bits: it is for problems without other plans.
+  if (plans.size() > 1 && plans.front().problem.invariance != Invariance::kNone) {
+    us.front() = kNever;
+    return us;
+  }
   for (size_t i = 1; i < plans.size(); ++i) {
     const NeededGain needed = needed_gain(plans[i], machine);
     const bool gains = us[i] + needed.us < needed.share * us.front();
-    if (!gains) us[i] = std::numeric_limits<double>::infinity();
+    if (!gains) us[i] = kNever;
   }
   return us;
 }

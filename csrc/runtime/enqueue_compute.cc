@@ -66,6 +66,8 @@ kernels::GemmPeers peers(const RunState& run, const steps::Gemm& step) {
     peers.arriving = run.at(step.arriving);
     peers.collected = run.at(Where{Buffer::kOutput});
   }
+  peers.terms = run.at(step.terms_at);
+  peers.rounds = step.rounds;
   peers.spread_ns = step.spread_ns;
   if (step.announces) peers.tiles = run.peer_tiles();
   if (step.sends_messages) peers.messages = messages(run, step);

@@ -45,9 +45,10 @@ void enqueue(RunState& run, const steps::EndCall&, cudaStream_t on) {
 }
 
 void enqueue(RunState& run, const steps::MeetTiles& step, cudaStream_t on) {
-  check_cuda(kernels::meet_tiles(run.peer_tiles(), step.first_announced, step.tiles,
-                                 step.first_awaited, step.tiles, step.distance, on),
-             "launching a signal and a wait");
+  check_cuda(
+      kernels::meet_tiles(run.peer_tiles(), step.first_announced, step.announces ? step.tiles : 0,
+                          step.first_awaited, step.awaits ? step.tiles : 0, step.distance, on),
+      "launching a signal and a wait");
 }
 
 void enqueue(RunState& run, const steps::Announce& step, cudaStream_t on) {

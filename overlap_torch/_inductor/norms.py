@@ -39,6 +39,7 @@ class _Summed:
     bias: Node | None
     group: str
     nodes: tuple[Node, ...]
+    invariance: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def _emit(
         eps=norm.eps,
         gain_offset=norm.gain_offset,
         round_before_gain=norm.round_before_gain,
+        invariance=summed.invariance,
         group=summed.group,
     )
     shape = [editor.size(as_expr(size)) for size in value(last).shape]
@@ -118,7 +120,8 @@ def _summed(total: Node) -> _Summed | None:
     op = nodes[0]
     if op.target is _ops.gemm_allreduce.default:
         input, weight, bias = (*op.args, None)[:3]
-        return _Summed(input, weight, bias, op.kwargs["group"], tuple(nodes))
+        invariance = op.kwargs.get("invariance")
+        return _Summed(input, weight, bias, op.kwargs["group"], tuple(nodes), invariance)
     if op.target is not WAIT or op.args[0].target is not c10d.all_reduce.default:
         return None
     collective = op.args[0]

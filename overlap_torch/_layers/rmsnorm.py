@@ -107,14 +107,15 @@ def _composed(
     bias: Operand = None,
     scale: Operand = None,
     *,
+    invariance: str | None = None,
     group: str,
     **how: Any,
 ) -> list[torch.Tensor]:
     """All-reduce, or GEMM and all-reduce, and after it PyTorch's operators; on CPU this is the op itself."""
     if weight is None:
-        total = Sum.apply(input, group) if input.numel() > 0 else input.clone()
+        total = Sum.apply(input, group, invariance) if input.numel() > 0 else input.clone()
     else:
-        total = gemm_allreduce(input, weight, group=group)
+        total = gemm_allreduce(input, weight, group=group, invariance=invariance)
     return composition.finish(total, residual, norm_weight, bias, scale=scale, **how)
 
 
@@ -134,6 +135,7 @@ def _call(
     *rest, scale = others
     quantize = how["quantize"]
     _check_how(op, scale, quantize, how["return_norm"])
+    fakes.check_invariance(op, how["invariance"])
     operands = (terms, weight, *others)
     if is_dynamo_compiling():
         wanted = any(each is not None and each.requires_grad for each in operands)
@@ -172,6 +174,7 @@ def allreduce_rmsnorm(
     scale: torch.Tensor | None = None,
     return_norm: bool = False,
     fused: bool = False,
+    invariance: str | None = None,
 ) -> Results:
     """``all_reduce(partial)``, plus bias and residual, and the RMSNorm of the sum.
 
@@ -207,6 +210,7 @@ def allreduce_rmsnorm(
         return_norm: returns the norm in ``partial``'s dtype as well, beside its cast.
         fused: False: the all-reduce's plan runs, then PyTorch's addition and norm. True: kernels of this package finish
             the rows on CUDA, those of few rows in the all-reduce's own kernel. The same on all ranks.
+        invariance: of the sum, as in :func:`overlap_torch.gemm_allreduce`; ``fused=True`` keeps the norm's rows apart, too.
 
     Returns:
         The norm and the sum, both [..., N], fresh, and equal on all ranks. With ``quantize`` the first one is the values
@@ -237,6 +241,7 @@ def allreduce_rmsnorm(
         round_before_gain=round_before_gain,
         quantize=quantize,
         return_norm=return_norm,
+        invariance=invariance,
     )
 
 
@@ -255,6 +260,7 @@ def gemm_allreduce_rmsnorm(
     scale: torch.Tensor | None = None,
     return_norm: bool = False,
     fused: bool = False,
+    invariance: str | None = None,
 ) -> Results:
     """:func:`allreduce_rmsnorm` of ``input @ weight.T``: the end of a decoder's half layer.
 
@@ -278,4 +284,5 @@ def gemm_allreduce_rmsnorm(
         round_before_gain=round_before_gain,
         quantize=quantize,
         return_norm=return_norm,
+        invariance=invariance,
     )

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from overlap_torch._ops import Group, group_name
-from overlap_torch._ops.collectives import start_all_gather, start_all_reduce, wait
+from overlap_torch._ops.collectives import all_reduce, start_all_gather, wait
 from overlap_torch._ops.gradients import TransformedFunction
 from overlap_torch._ops.group import process_group
 
@@ -136,13 +136,14 @@ class Sum(TransformedFunction):
     """The replicated sum of the ranks' tensors: the reverse of `SumGradient`."""
 
     @staticmethod
-    def forward(part: torch.Tensor, group: str) -> torch.Tensor:
-        return wait(start_all_reduce(part, group))
+    def forward(part: torch.Tensor, group: str, invariance: str | None = "none") -> torch.Tensor:
+        return all_reduce(part, group, invariance)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        _, ctx.group = inputs
+        ctx.group = inputs[1]
+        ctx.others = len(inputs) - 1
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return SumGradient.apply_in_backward(grad, ctx.group), None
+        return SumGradient.apply_in_backward(grad, ctx.group), *[None] * ctx.others

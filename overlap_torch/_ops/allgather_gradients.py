@@ -238,7 +238,14 @@ def _input_gradient(
         return None if scattered is None else wait(scattered)
     grad, weight = one_after_the_other(*zip(*parts, strict=True))
     grad_input = eager.call(
-        eager.gemm_reducescatter, _scatter_op, group, grad, weight.t(), None, dim=dim
+        eager.gemm_reducescatter,
+        _scatter_op,
+        group,
+        grad,
+        weight.t(),
+        None,
+        dim=dim,
+        invariance=None,
     )
     return grad_input if scattered is None else grad_input + wait(scattered)
 

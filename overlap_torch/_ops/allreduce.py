@@ -29,9 +29,15 @@ _op_scaled = torch.ops.overlap.gemm_allreduce.scaled
 
 @torch.library.register_fake("overlap::gemm_allreduce")
 def _fake(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: str
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    invariance: str | None = None,
+    group: str,
 ) -> torch.Tensor:
     fakes.check_operands("gemm_allreduce", input, weight, bias)
+    fakes.check_invariance("gemm_allreduce", invariance)
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
@@ -55,8 +61,8 @@ class _Product(OpProduct):
         )
 
 
-def _autograd(keyset, input, weight, bias=None, *, group: str) -> torch.Tensor:
-    return run_product(_Product(group), keyset, input, weight, bias)
+def _autograd(keyset, input, weight, bias=None, *, invariance=None, group: str) -> torch.Tensor:
+    return run_product(_Product(group, invariance=invariance), keyset, input, weight, bias)
 
 
 _record = _Product.record
@@ -76,6 +82,7 @@ def gemm_allreduce(
     recipe_weight: ScalingType | None = None,
     output_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = False,
+    invariance: str | None = None,
 ) -> torch.Tensor:
     """``all_reduce(input @ weight.T) + bias``, with the communication of finished tiles beside the GEMM.
 
@@ -101,6 +108,9 @@ def gemm_allreduce(
             ``BlockWise1x128`` with ``BlockWise128x128``); None: from the scales' shapes, which must leave one.
         output_dtype: the type of scaled operands' result and of the bias: bfloat16, float16 or float32.
         use_fast_accum: for scaled operands: True lets a Hopper GPU sum with fewer bits, as in ``scaled_mm``; the same on all ranks.
+        invariance: ``"batch"``: a row's bits depend on the row, the weight and the number of ranks alone, and not on the
+            other rows (docs/serving.md); ``"none"``: the fastest plan runs; None: ``OVERLAP_INVARIANCE`` says which. The
+            same on all ranks.
 
     Returns:
         A fresh, contiguous tensor [..., N], equal on all ranks, of the operands' dtype: bfloat16, float16 or float32
@@ -115,7 +125,7 @@ def gemm_allreduce(
     batch, whose size must be equal on all ranks.
 
     Raises:
-        ValueError: shapes or devices that do not fit, or an unknown group.
+        ValueError: shapes or devices that do not fit, an unknown ``invariance``, or an unknown group.
         TypeError: dtypes that do not fit, fp8 operands without scales, or a ``group`` that is none of the above.
         NotImplementedError: an operand has a tangent (forward mode), or a scaled operand requires grad: the layers of
             :mod:`overlap_torch.nn` train in fp8.
@@ -126,9 +136,22 @@ def gemm_allreduce(
     (arXiv 2406.06858).
     """
     if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
-        return eager.call(eager.gemm_allreduce, _op, group, input, weight, bias, record=_record)
+        return eager.call(
+            eager.gemm_allreduce,
+            _op,
+            group,
+            input,
+            weight,
+            bias,
+            record=_record,
+            invariance=invariance,
+        )
     scales = (scale_input, scale_weight, recipe_input, recipe_weight)
-    how = {"output_dtype": output_dtype, "use_fast_accum": use_fast_accum}
+    how = {
+        "output_dtype": output_dtype,
+        "use_fast_accum": use_fast_accum,
+        "invariance": invariance,
+    }
     return scaled.call(
         eager.gemm_allreduce_scaled, _op_scaled, group, (input, weight), bias, scales, **how
     )

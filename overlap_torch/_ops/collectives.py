@@ -75,6 +75,24 @@ def start_all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
     return _collectives.all_reduce(part.contiguous(), "sum", group)
 
 
+@functools.cache
+def _usual_invariance() -> str:
+    return torch.ops.overlap.environment()["OVERLAP_INVARIANCE"]
+
+
+def all_reduce(part: torch.Tensor, group: str, invariance: str | None) -> torch.Tensor:
+    """The sum of the ranks' tensors; for ``invariance="batch"`` in float32 and in rank order, as the ops' kernels add."""
+    if (invariance or _usual_invariance()) == "none":
+        return wait(start_all_reduce(part, group))
+    ranks = world_size(group)
+    begun = start_all_gather(part.reshape(1, -1), group, ranks)
+    wide = torch.float64 if part.dtype == torch.float64 else torch.float32
+    total = torch.zeros(part.numel(), dtype=wide, device=part.device)
+    for term in wait_for_gather(begun, ranks, 0).unbind():
+        total = total + term
+    return total.to(part.dtype).view(part.shape)
+
+
 def start_all_to_all(
     whole: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], group: str
 ) -> torch.Tensor:

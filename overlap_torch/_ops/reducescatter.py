@@ -37,10 +37,12 @@ def _fake(
     bias: torch.Tensor | None = None,
     *,
     dim: int = 0,
+    invariance: str | None = None,
     group: str,
 ) -> torch.Tensor:
     dim = fakes.row_dim("gemm_reducescatter", input, dim)
     fakes.check_operands("gemm_reducescatter", input, weight, bias)
+    fakes.check_invariance("gemm_reducescatter", invariance)
     world = world_size(group)
     fakes.check_divisible("gemm_reducescatter", input, dim, world)
     leading = fakes.with_size(input.shape[:-1], dim, input.shape[dim] // world)
@@ -80,8 +82,11 @@ class _Product(OpProduct):
         return grad_input, grad_weight, rows(grad).sum(0) if with_bias else None
 
 
-def _autograd(keyset, input, weight, bias=None, *, dim: int = 0, group: str) -> torch.Tensor:
-    return run_product(_Product(group, dim=dim), keyset, input, weight, bias)
+def _autograd(
+    keyset, input, weight, bias=None, *, dim: int = 0, invariance=None, group: str
+) -> torch.Tensor:
+    product = _Product(group, dim=dim, invariance=invariance)
+    return run_product(product, keyset, input, weight, bias)
 
 
 _record = _Product.record
@@ -102,6 +107,7 @@ def gemm_reducescatter(
     recipe_weight: ScalingType | None = None,
     output_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = False,
+    invariance: str | None = None,
 ) -> torch.Tensor:
     """``reduce_scatter(input @ weight.T, dim) + bias``, with the communication of finished tiles beside the GEMM.
 
@@ -124,6 +130,7 @@ def gemm_reducescatter(
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
         scale_input, scale_weight, recipe_input, recipe_weight, output_dtype, use_fast_accum: for fp8 operands, as in
             :func:`overlap_torch.gemm_allreduce`.
+        invariance: as in :func:`overlap_torch.gemm_allreduce`.
 
     Returns:
         A fresh, contiguous tensor [D0 / world size, ..., N], or shorter by that factor along ``dim``, of the
@@ -137,7 +144,8 @@ def gemm_reducescatter(
     batch, whose size must be equal on all ranks.
 
     Raises:
-        ValueError: D0 is not divisible by the world size, no such ``dim``, shapes or devices do not fit, or an unknown group.
+        ValueError: D0 is not divisible by the world size, no such ``dim``, shapes or devices do not fit, or an unknown
+            ``invariance`` or group.
         TypeError: dtypes that do not fit, fp8 operands without scales, or a ``group`` that is none of the above.
         NotImplementedError: an operand has a tangent (forward mode), or a scaled operand requires grad: the layers of
             :mod:`overlap_torch.nn` train in fp8.
@@ -150,9 +158,21 @@ def gemm_reducescatter(
     scales = (scale_input, scale_weight, recipe_input, recipe_weight)
     if scaled.no_scales("gemm_reducescatter", dim, *scales):
         return eager.call(
-            eager.gemm_reducescatter, _op, group, input, weight, bias, record=_record, dim=dim
+            eager.gemm_reducescatter,
+            _op,
+            group,
+            input,
+            weight,
+            bias,
+            record=_record,
+            dim=dim,
+            invariance=invariance,
         )
-    how = {"output_dtype": output_dtype, "use_fast_accum": use_fast_accum}
+    how = {
+        "output_dtype": output_dtype,
+        "use_fast_accum": use_fast_accum,
+        "invariance": invariance,
+    }
     return scaled.call(
         eager.gemm_reducescatter_scaled, _op_scaled, group, (input, weight), bias, scales, **how
     )

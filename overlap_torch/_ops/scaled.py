@@ -217,9 +217,11 @@ def _checked(
     recipe_input: int | None = None,
     recipe_weight: int | None = None,
     output_dtype: torch.dtype = torch.bfloat16,
+    invariance: str | None = None,
     **others: Any,
 ) -> Callable[..., torch.Tensor]:
     """The maker of the result, by its leading dims, of checked operands of one weight."""
+    fakes.check_invariance(op, invariance)
     scales = (scale_input, [scale_weight], [bias], recipe_input, recipe_weight, output_dtype)
     _check(op, input, [weight], *scales)
     return lambda *leading: input.new_empty((*leading, weight.shape[0]), dtype=output_dtype)

@@ -57,6 +57,12 @@ ENVIRONMENT = (
         "none",
         "plans: each new problem's plan, or why it has none, on the stderr of its group's rank 0",
     ),
+    Variable(
+        "OVERLAP_INVARIANCE",
+        "none, batch",
+        "none",
+        "batch: bits of a sum's row depend on no other row; the ops' invariance= decides for a call",
+    ),
     Variable("OVERLAP_VLLM", "0, 1", "0", "1: vLLM's row-parallel layers run gemm_allreduce"),
     Variable(
         "OVERLAP_SGLANG",

@@ -21,7 +21,7 @@ import torch
 from overlap_torch.plan import Machine, Problem, validate
 from overlap_torch.plan._names import enum_name
 from overlap_torch.plan.files import decode
-from overlap_torch.plan.types import Recipe
+from overlap_torch.plan.types import Invariance, Recipe
 
 SCHEMA = 1
 _KIND = "overlap_torch.tuned"
@@ -96,7 +96,7 @@ class Files:
     def path(self, problem: Problem) -> Path:
         name = (
             f"{enum_name(problem.op)}-{problem.n}x{problem.k}-{enum_name(problem.dtype)}"
-            f"{_scaling(problem)}-w{problem.world_size}.json"
+            f"{_variant(problem)}-w{problem.world_size}.json"
         )
         return self._folder / name
 
@@ -163,11 +163,12 @@ class Files:
         return {**entries, **_unwritten.get(path, {})}
 
 
-def _scaling(problem: Problem) -> str:
+def _variant(problem: Problem) -> str:
+    text = "" if problem.invariance == Invariance.NONE else f"-{enum_name(problem.invariance)}"
     if problem.recipe == Recipe.NONE:
-        return ""
+        return text
     fast = "-fast_accum" if problem.fast_accum else ""
-    return f"-{enum_name(problem.recipe)}-{enum_name(problem.output_dtype)}{fast}"
+    return f"{text}-{enum_name(problem.recipe)}-{enum_name(problem.output_dtype)}{fast}"
 
 
 def _entry(data: dict[str, Any], problem: Problem, m: int) -> Entry:

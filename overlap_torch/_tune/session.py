@@ -24,7 +24,7 @@ from overlap_torch.plan import Machine, Plan, Problem, machine, set_plan, valida
 from overlap_torch.plan._library import plan_of
 from overlap_torch.plan._names import enum_name
 from overlap_torch.plan.files import decode, encode, plain
-from overlap_torch.plan.types import Op, Recipe
+from overlap_torch.plan.types import Invariance, Op, Recipe
 
 _FUNCTIONS: dict[Op, Callable[..., Any]] = {
     Op.GEMM_ALLREDUCE: gemm_allreduce,
@@ -87,6 +87,8 @@ _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = (
 
 def words(problem: Problem) -> str:
     text = f"{enum_name(problem.op)} {problem.m}x{problem.n}x{problem.k}"
+    if problem.invariance != Invariance.NONE:
+        text += f" {enum_name(problem.invariance)}-invariant"
     if problem.recipe == Recipe.NONE:
         return text
     fast = " fast_accum" if problem.fast_accum else ""

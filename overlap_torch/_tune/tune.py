@@ -130,6 +130,7 @@ def called(group: str, device_type: str) -> list[tuple[Problem, int]]:
             row["recipe"],
             row["output_dtype"],
             row["fast_accum"] == "1",
+            row["invariance"],
         )
         _, calls = found.get(repr(problem), (problem, 0))
         found[repr(problem)] = (problem, calls + int(row["calls"]))

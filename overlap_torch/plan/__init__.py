@@ -58,7 +58,7 @@ _MOVED = {
     programs: "Area Editor Program Rectangle Region Transfer double_ring edit from_msccl from_mscclpp hierarchical one_shot "
     "ring two_shot",
     templates: "at_once make_all_to_all make_plan make_sequential packed row_panels smem_pad_bytes",
-    types: "BAND_ROWS MAX_BAND_RUNS MAX_CHUNKS BandRun Chunk Collective DType Engine Explanation Kernel Layout Memory Op "
+    types: "BAND_ROWS MAX_BAND_RUNS MAX_CHUNKS BandRun Chunk Collective DType Engine Explanation Invariance Kernel Layout Memory Op "
     "Prediction Recipe Resources Schedule Transport Way",
 }
 _PLACES = {name: place for place, names in _MOVED.items() for name in names.split()}

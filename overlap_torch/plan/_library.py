@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from overlap_torch import _plan
 from overlap_torch._plan import (
     DType,
+    Invariance,
     Machine,
     Op,
     Plan,
@@ -22,7 +23,7 @@ from overlap_torch._plan import (
     encode,
     validate,
 )
-from overlap_torch.plan._names import enum_name
+from overlap_torch.plan._names import enum_member, enum_name
 
 if TYPE_CHECKING:
     import torch
@@ -44,22 +45,29 @@ def plan_for(
     recipe: Recipe | str = Recipe.NONE,
     output_dtype: torch.dtype | DType | str | None = None,
     fast_accum: bool = False,
+    invariance: Invariance | str | None = None,
 ) -> Plan:
     """The plan that the op would run now for an output [m, n] and inner dimension k on each rank.
 
     It is the one set for that problem, else the planner's. ``device`` None: the current CUDA
     device, or the CPU where there is none. ``group`` is as in
     :func:`overlap_torch.gemm_allreduce`. ``recipe``, ``output_dtype`` and ``fast_accum``, the ops'
-    ``use_fast_accum``, are of scaled operands: ``dtype`` is the input's.
+    ``use_fast_accum``, are of scaled operands: ``dtype`` is the input's. ``invariance`` None is what
+    ``OVERLAP_INVARIANCE`` says.
     """
     problem = Problem(
         m, n, k, dtype, op=op, recipe=recipe, output_dtype=output_dtype, fast_accum=fast_accum
     )
-    return plan_of(problem, device, group)
+    asked = None if invariance is None else enum_name(enum_member(Invariance, invariance))
+    return _plan_of(problem, device, group, asked)
 
 
 def plan_of(problem: Problem, device: Device, group: Group) -> Plan:
     """As :func:`plan_for`; the group says how many ranks there are."""
+    return _plan_of(problem, device, group, enum_name(problem.invariance))
+
+
+def _plan_of(problem: Problem, device: Device, group: Group, invariance: str | None) -> Plan:
     import torch
 
     code = torch.ops.overlap.plan_for(
@@ -73,6 +81,7 @@ def plan_of(problem: Problem, device: Device, group: Group) -> Plan:
         enum_name(problem.recipe),
         getattr(torch, enum_name(problem.output_dtype)),
         problem.fast_accum,
+        invariance,
     )
     return decode(list(code))
 

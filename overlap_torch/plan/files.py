@@ -131,6 +131,8 @@ def _read(what: str, kind: Any, data: Any) -> Any:
         return enum_member(kind, data)
     if not hasattr(kind, "__fields__"):
         return data  # the class checks it
+    if kind is Problem and isinstance(data, dict):
+        data = {"invariance": "none", **data}  # files from before there were others lack it
     _check_fields(what, data, kind.__fields__)
     owner = f"{what}'s" if what == "plan" else what
     values = {

@@ -15,6 +15,7 @@ from overlap_torch._plan import (
     Plan,
     Problem,
     Resources,
+    Schedule,
     Transport,
     make_plan,
     make_sequential,
@@ -180,7 +181,12 @@ def smem_pad_bytes(
     return occupancy.smem_pad_bytes(kernel, ctas_per_sm, sm_bytes)
 
 
-def at_once(problem: Problem, *, kernel: Kernel | str = Kernel.LIBRARY) -> Plan:
+def at_once(
+    problem: Problem,
+    *,
+    kernel: Kernel | str = Kernel.LIBRARY,
+    schedule: Schedule | str | None = None,
+) -> Plan:
     """A plan in one step over peers, for few rows: lowest latency, nothing is cut into chunks.
 
     Every rank's partial sums (``gemm_allreduce``, ``gemm_reducescatter``) go straight to the ranks
@@ -188,11 +194,13 @@ def at_once(problem: Problem, *, kernel: Kernel | str = Kernel.LIBRARY) -> Plan:
     kernel that adds, behind the framework's GEMM. ``allgather_gemm`` with ``library``: one kernel
     gathers, then the framework computes; with others it is the plan over peers in one chunk. Rows of the output, or of an all-gather's input, must
     be multiples of 16 bytes. ``gemm_alltoall`` has no such plan: ``make_all_to_all`` makes its plans.
+    ``schedule="sequential"`` makes the kernel that adds send, too, after a GEMM by ``kernel``.
 
     Raises:
         ValueError: a plan that could not run; the message says what is allowed.
     """
-    return _plan.make_at_once(problem, enum_member(Kernel, kernel))
+    order = None if schedule is None else enum_member(Schedule, schedule)
+    return _plan.make_at_once(problem, enum_member(Kernel, kernel), order)
 
 
 def make_all_to_all(

@@ -429,6 +429,7 @@ std::vector<Target> targets(bool small, int rounds) {
       {"ringwide",
        {Kernel::kSm90PingpongWide},
        [=] { check_ring(Kernel::kSm90PingpongWide, small); }},
+      {"owners", {Kernel::kSm90Pingpong}, [=] { check_ring(Kernel::kSm90Pingpong, small, true); }},
       {"messages", pingpong,
        [=] {
          for (const Kernel kernel : pingpong) check_messages(kernel, small, rounds);

@@ -1,6 +1,6 @@
-// A ring's GEMMs, which announce tiles to each other and wait for them, with all "ranks" on one device:
-// each on a stream of its own, in memory of its own, with a share of the SMs, so that all of them run at
-// the same time.
+// A ring's GEMMs, or those of owners, which announce tiles to each other and wait for them, with all "ranks" on one
+// device: each on a stream of its own, in memory of its own, with a share of the SMs, so that all of them run at the same
+// time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -55,20 +55,35 @@ struct RingShape {
   int64_t short_by = 0;
 };
 
+template <class T>
+struct Terms {
+  const T* of_rank[kernels::kMaxPeers];
+};
+template <class T>
+__global__ void add_in_order(Terms<T> terms, int ranks, int64_t count, T* sum) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  float total = 0;
+  for (int rank = 0; rank < ranks; ++rank) total += static_cast<float>(terms.of_rank[rank][i]);
+  sum[i] = static_cast<T>(total);
+}
+
 // In: of the operands, where that is fp8.
 template <class T, class In = T>
 class RingCase {
  public:
-  RingCase(plan::Kernel kernel, int ranks, const RingShape& shape, bool k_contiguous, bool mirrors)
+  RingCase(plan::Kernel kernel, int ranks, const RingShape& shape, bool k_contiguous, bool mirrors,
+           bool owners = false)
       : kernel_(kernel),
         ranks_(ranks),
         shape_(shape),
         k_contiguous_(k_contiguous),
         mirrors_(mirrors),
+        owners_(owners),
         output_stride_(shape.n + 16),
         name_(
-            std::string(plan::name(kernel)) + ": ring of " + std::to_string(ranks) +
-            " ranks, parts of " + std::to_string(shape.part_rows) +
+            std::string(plan::name(kernel)) + (owners ? ": owners, " : ": ring of ") +
+            std::to_string(ranks) + " ranks, parts of " + std::to_string(shape.part_rows) +
             (shape.short_by == 0 ? "" : " (the last " + std::to_string(rows_of(ranks - 1)) + ")") +
             " x " + std::to_string(shape.n) + ", k = " + std::to_string(shape.k) +
             (k_contiguous ? "" : ", weight along n") + (std::is_same_v<T, In> ? "" : ", fp8") +
@@ -133,6 +148,7 @@ class RingCase {
           output(ring.part_elements()),
           mirrored(ring.all_elements()),
           collected(ring.all_elements()),
+          terms(ring.all_elements()),
           flags(ring.passed_tiles() + kSpareFlags),
           calls(1),
           ended(ring.ranks_),
@@ -154,6 +170,7 @@ class RingCase {
     Buffer<T> output;
     Buffer<T> mirrored;   // of all parts: where the peers store their own ones, too
     Buffer<T> collected;  // and where those are copied
+    Buffer<T> terms;      // of all ranks, of this one's part; its own is not read
     std::vector<std::unique_ptr<Buffer<T>>> partial;  // of each phase, from the rank before
     Buffer<uint64_t> flags, calls;
     Buffer<uint64_t> ended;  // as the peers say, by rank
@@ -207,7 +224,8 @@ class RingCase {
   // From the rank before, and, of final tiles, from each.
   int64_t passed_tiles() const { return (ranks_ - 1) * part_tiles() * (mirrors_ ? 2 : 1); }
   Memory& memory(int rank) const { return *memory_[static_cast<size_t>(rank % ranks_)]; }
-  // The part after `hop` more ranks have added to it, the first of them the one after its owner.
+  // The part after `hop` more ranks have added to it, the first of them the one after its owner. With owners: the term of
+  // the rank that is `hop` + 1 after the owner, but for the last one, which is the sum.
   const T* reference(int part, int hop) const {
     return references_[static_cast<size_t>(part * ranks_ + hop)]->data();
   }
@@ -220,10 +238,25 @@ class RingCase {
         references_.push_back(std::make_unique<Buffer<T>>(rows_of(part) * shape_.n));
         memory(part + 1 + hop)
             .operands.reference(part * shape_.part_rows, rows_of(part),
-                                hop == 0 ? nullptr : reference(part, hop - 1),
+                                hop == 0 || owners_ ? nullptr : reference(part, hop - 1),
                                 references_.back()->data());
       }
+      if (owners_) add_references(part);
     }
+  }
+
+  void add_references(int part) {
+    Terms<T> terms{};
+    for (int hop = 0; hop < ranks_; ++hop) {
+      terms.of_rank[(part + 1 + hop) % ranks_] = reference(part, hop);
+    }
+    constexpr int kThreads = 256;
+    const int64_t count = rows_of(part) * shape_.n;
+    const auto blocks = static_cast<unsigned>((count + kThreads - 1) / kThreads);
+    add_in_order<<<blocks, kThreads>>>(
+        terms, ranks_, count, references_[static_cast<size_t>(part * ranks_ + ranks_ - 1)]->data());
+    CUDA_CHECK(cudaGetLastError());
+    CUDA_CHECK(cudaDeviceSynchronize());
   }
 
   kernels::GemmParams params(int rank) const {
@@ -239,9 +272,20 @@ class RingCase {
     gemm.rows.part_step = ranks_ - 1;
     kernels::GemmPeers& peers = gemm.peers.emplace();
     peers.num_more_outputs = ranks_ - 1;
+    if (owners_ && ranks_ > 2) peers.terms = own.terms.data() + kGuard;
+    peers.rounds = owners_;
+    if (owners_ && ranks_ == 2) {
+      peers.sources[rank] = own.terms.data() + kGuard + (1 - rank) * part_stride();
+    }
     for (int phase = 0; phase < ranks_; ++phase) {
       const int part = part_of(rank, phase);
       const auto place = static_cast<size_t>(phase);
+      if (owners_) {
+        (part == 0 ? gemm.output : peers.more_outputs[part - 1]) =
+            part == rank ? own.output.data() + kGuard
+                         : memory(part).terms.data() + kGuard + rank * part_stride();
+        continue;
+      }
       (part == 0 ? gemm.output : peers.more_outputs[part - 1]) =
           (phase + 1 == ranks_ ? own.output : *next.partial[place]).data() + kGuard;
       if (phase > 0) peers.sources[part] = own.partial[place - 1]->data() + kGuard;
@@ -283,6 +327,7 @@ class RingCase {
       memory->output.poison(nullptr);
       memory->mirrored.poison(nullptr);
       memory->collected.poison(nullptr);
+      memory->terms.poison(nullptr);
       for (const auto& partial : memory->partial) partial->poison(nullptr);
       memory->counters.zero(nullptr);
     }
@@ -323,7 +368,11 @@ class RingCase {
 
   // One of several parts in a buffer: with its final sums, or as it was.
   void expect_part_of_all(const Buffer<T>& all, int part, bool untouched, const std::string& what) {
-    const T* from = all.data() + kGuard + part * part_stride();
+    expect_one_of_all(all, part, part, ranks_ - 1, untouched, what);
+  }
+  void expect_one_of_all(const Buffer<T>& all, int place, int part, int hop, bool untouched,
+                         const std::string& what) {
+    const T* from = all.data() + kGuard + place * part_stride();
     if (untouched) {
       std::vector<unsigned char> bytes(static_cast<size_t>(part_stride()) * sizeof(T));
       CUDA_CHECK(cudaMemcpy(bytes.data(), from, bytes.size(), cudaMemcpyDeviceToHost));
@@ -336,13 +385,18 @@ class RingCase {
     Buffer<T> alone(part_elements());
     CUDA_CHECK(cudaMemcpy(alone.data() + kGuard, from, part_stride() * sizeof(T),
                           cudaMemcpyDeviceToDevice));
-    expect_part(alone, part, ranks_ - 1, what);
+    expect_part(alone, part, hop, what);
   }
 
   void expect_rank(int rank, const std::string& what) {
     Memory& own = memory(rank);
     expect_part(own.output, rank, ranks_ - 1, what + ", the own part");
-    for (int phase = 0; phase + 1 < ranks_; ++phase) {
+    for (int peer = 0; peer < ranks_; ++peer) {
+      const int hop = (peer + 2 * ranks_ - 1 - rank) % ranks_;
+      expect_one_of_all(own.terms, peer, rank, hop, !owners_ || peer == rank,
+                        what + ", the term of rank " + std::to_string(peer));
+    }
+    for (int phase = 0; phase + 1 < ranks_ && !owners_; ++phase) {
       const int part = part_of(rank + ranks_ - 1, phase);
       expect_part(*own.partial[static_cast<size_t>(phase)], part, phase,
                   what + ", what came in phase " + std::to_string(phase));
@@ -369,6 +423,7 @@ class RingCase {
   const RingShape shape_;
   const bool k_contiguous_;
   const bool mirrors_;
+  const bool owners_;
   const int64_t output_stride_;
   const std::string name_;
   int32_t part_tile_rows_ = 0;
@@ -381,7 +436,7 @@ class RingCase {
 };
 
 // Rings whose last part is shorter: by a row, and by whole tiles and clusters, which then have no rows, or one.
-inline int check_short_rings(plan::Kernel kernel, bool small) {
+inline int check_short_rings(plan::Kernel kernel, bool small, bool owners) {
   std::vector<RingShape> shapes = {{257, 264, 136, 1}, {513, 520, 40, 256}};
   std::vector<int> groups = {2, kernels::kMaxPeers};
   if (!small) {
@@ -392,22 +447,23 @@ inline int check_short_rings(plan::Kernel kernel, bool small) {
   for (const int ranks : groups) {
     for (const RingShape& shape : shapes) {
       // Scattered sums have equal parts, so these are stored in all places, and collected.
-      RingCase<__nv_bfloat16>(kernel, ranks, shape, cases % 2 == 0, true).check();
+      RingCase<__nv_bfloat16>(kernel, ranks, shape, cases % 2 == 0, true, owners).check();
       ++cases;
     }
     // One row left; and as many as fill a tile.
     for (const int64_t short_by : {int64_t{299}, int64_t{172}}) {
-      RingCase<__half>(kernel, ranks, {300, 264, 72, short_by}, true, true).check();
+      RingCase<__half>(kernel, ranks, {300, 264, 72, short_by}, true, true, owners).check();
       ++cases;
     }
-    RingCase<__nv_bfloat16, __nv_fp8_e5m2>(kernel, ranks, {257, 264, 528, 3}, true, true).check();
+    RingCase<__nv_bfloat16, __nv_fp8_e5m2>(kernel, ranks, {257, 264, 528, 3}, true, true, owners)
+        .check();
     ++cases;
   }
   return cases;
 }
 
 // The products are integers, exact in fp32; what a hop rounds, the references round alike.
-inline void check_ring(plan::Kernel kernel, bool small) {
+inline void check_ring(plan::Kernel kernel, bool small, bool owners = false) {
   // Whole tiles; one element; parts that end inside a tile, in a cluster's first and second one; many
   // steps along k, and one; several tiles for each cluster; more clusters than SMs.
   std::vector<RingShape> shapes = {
@@ -421,28 +477,31 @@ inline void check_ring(plan::Kernel kernel, bool small) {
       for (const bool k_contiguous : {true, false}) {
         for (const bool mirrors : {false, true}) {
           if (small && k_contiguous == mirrors) continue;  // racecheck takes seconds for each case
-          RingCase<__nv_bfloat16>(kernel, ranks, shape, k_contiguous, mirrors).check();
+          RingCase<__nv_bfloat16>(kernel, ranks, shape, k_contiguous, mirrors, owners).check();
           ++cases;
         }
       }
     }
-    RingCase<__half>(kernel, ranks, shapes[3], true, ranks == 2).check();
-    RingCase<__nv_bfloat16>(kernel, ranks, shapes[0], true, false).check_deadline();
-    cases += 2;
+    RingCase<__half>(kernel, ranks, shapes[3], true, ranks == 2, owners).check();
+    ++cases;
+    if (!owners || ranks == 2) {  // of several terms any may be missed first
+      RingCase<__nv_bfloat16>(kernel, ranks, shapes[0], true, false, owners).check_deadline();
+      ++cases;
+    }
     for (const RingShape& shape : fp8_shapes) {
-      RingCase<__nv_bfloat16, __nv_fp8_e4m3>(kernel, ranks, shape, true, false).check();
-      RingCase<__nv_bfloat16, __nv_fp8_e5m2>(kernel, ranks, shape, true, true).check();
+      RingCase<__nv_bfloat16, __nv_fp8_e4m3>(kernel, ranks, shape, true, false, owners).check();
+      RingCase<__nv_bfloat16, __nv_fp8_e5m2>(kernel, ranks, shape, true, true, owners).check();
       cases += 2;
     }
   }
   // As many ranks as there can be, each with a few SMs.
   const size_t shapes_of_many = small ? 2 : 4;
   for (size_t shape = 0; shape < shapes_of_many; ++shape) {
-    RingCase<__nv_bfloat16>(kernel, kernels::kMaxPeers, shapes[shape], true, true).check();
+    RingCase<__nv_bfloat16>(kernel, kernels::kMaxPeers, shapes[shape], true, true, owners).check();
     ++cases;
   }
-  cases += check_short_rings(kernel, small);
-  std::printf("ring of %s: %d cases good\n", plan::name(kernel), cases);
+  cases += check_short_rings(kernel, small, owners);
+  std::printf("%s of %s: %d cases good\n", owners ? "owners" : "ring", plan::name(kernel), cases);
 }
 
 }  // namespace overlap::check

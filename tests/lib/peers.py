@@ -14,7 +14,7 @@ from checks import Failures, check_plan
 from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case
 from ops import OPS
 from overlap_torch.plan import Plan
-from overlap_torch.plan.templates import at_once
+from overlap_torch.plan.templates import at_once, row_panels
 from overlap_torch.plan.types import Kernel, Transport
 from plans import chunked_plan, stripes
 
@@ -22,6 +22,7 @@ PEER_OPS = ["gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "allgather
 ALL_TO_ALL = "gemm_alltoall"  # has one way only, whatever the number of chunks
 DIRECT = "direct"
 STRIPES = "stripes"  # of reductions by the framework's GEMM, in unequal chunks where there are rows for them
+OWNERS = "owners"  # of reductions, with the ping-pong kernel
 ONE_LAUNCH = "one launch"  # of an all-to-all
 RING = 1
 
@@ -30,7 +31,7 @@ ALWAYS_ONE_LAUNCH = {"OVERLAP_PROFILE": str(Path(__file__).parents[1] / "profile
 
 Way = (
     int | str
-)  # over peers: in so many chunks, "direct", "stripes" or "one launch"; a ring, of reductions, has one
+)  # over peers: in so many chunks, "direct", "stripes", "owners" or "one launch"; a ring, of reductions, has one
 
 
 # The kernels of every op's plans over peers.
@@ -80,6 +81,9 @@ def peer_plan(case: Case, op: str, way: Way, kernel: Kernel) -> Plan:
     if way == STRIPES:
         assert kernel == Kernel.LIBRARY
         return stripes(OPS[op].problem(case, world), "peer")[1][1]
+    if way == OWNERS:
+        how = {"kernel": kernel, "transport": "peer", "collective": way}
+        return row_panels(OPS[op].problem(case, world), 1, **how)
     if way == ONE_LAUNCH:
         return chunked_plan(case, world, "cuda", "peers", 1, kernel, op=op, one_launch=True)
     return chunked_plan(case, world, "cuda", "peers", way, kernel, op=op)

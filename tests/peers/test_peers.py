@@ -16,6 +16,7 @@ from peers import (
     DIRECT,
     HALVES,
     KERNELS,
+    OWNERS,
     PEER_OPS,
     RING,
     STRIPES,
@@ -75,6 +76,8 @@ OTHER_LAYOUTS = [
     *((op, Kernel.LIBRARY, STRIPES, None) for op in PEER_OPS if has_bias(op)),
     # A ring of any rows.
     *(("gemm_allreduce", kernel, RING, 261) for kernel in KERNELS),
+    *((op, Kernel.SM90_PINGPONG, OWNERS, None) for op in PEER_OPS if has_bias(op)),
+    ("gemm_allreduce", Kernel.SM90_PINGPONG, OWNERS, 261),
     *((op, kernel, DIRECT, None) for op in PEER_OPS for kernel in KERNELS),
 ]
 
@@ -90,7 +93,13 @@ def test_peers_take_layouts_that_differ_between_ranks(
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(
-    ("way", "kernel"), [*((RING, kernel) for kernel in KERNELS), (STRIPES, Kernel.LIBRARY)], ids=str
+    ("way", "kernel"),
+    [
+        *((RING, kernel) for kernel in KERNELS),
+        (OWNERS, Kernel.SM90_PINGPONG),
+        (STRIPES, Kernel.LIBRARY),
+    ],
+    ids=str,
 )
 @pytest.mark.ranks((2, "nccl"), (3, "nccl"), (4, "nccl"), (8, "nccl"))
 @pytest.mark.peers
@@ -102,7 +111,7 @@ def test_peers_take_any_rows(
     for part, n, k in [(2, 8, 8), *SHAPES, (1025, 520, 264)]:
         # By one row, by as many as the ranks allow; a single row is left where parts are that low.
         for rows in {world * part - 1, world * (part - 1) + 1}:
-            if way == RING and rows <= (world - 1) * part:
+            if way in (RING, OWNERS) and rows <= (world - 1) * part:
                 continue
             case = Case((rows,), n, k, dtype)
             for bias in (False, True):

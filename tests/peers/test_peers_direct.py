@@ -19,6 +19,7 @@ from peers import (
     DIRECT,
     HALVES,
     KERNELS,
+    OWNERS,
     PEER_OPS,
     RING,
     STRIPES,
@@ -218,7 +219,9 @@ def runners_of(kernel: Kernel) -> list[Runner]:
         runners.append(Runner(f"{kernel.name} {way}", op, case, plan))
 
     for op in PEER_OPS:
-        for way in (DIRECT, RING, NCCL, DIRECT, *([STRIPES] if has_bias(op) else [])):
+        others = [STRIPES] if has_bias(op) else []
+        others += [OWNERS] if has_bias(op) and kernel == Kernel.SM90_PINGPONG else []
+        for way in (DIRECT, RING, NCCL, DIRECT, *others):
             add(op, way, peer_case(op, 643, 776, 8, torch.bfloat16))
     # The rows of a low-latency call, and far from it.
     for rows in (1, 17, 2100):

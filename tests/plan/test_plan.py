@@ -185,15 +185,15 @@ def test_plan_decode_rejects_lists_that_encode_does_not_make(
         plans.files.decode(code[: data.draw(st.integers(0, len(code) - 1))])
     with pytest.raises(ValueError, match="encoded plan has .* numbers, expected"):
         plans.files.decode([*code, 0])
-    for version in (1, 2, 3, 4, 5, 99):
-        with pytest.raises(ValueError, match=f"version = {version}, this release reads 6: make"):
+    for version in (1, 2, 3, 4, 5, 6, 99):
+        with pytest.raises(ValueError, match=f"version = {version}, this release reads 7: make"):
             plans.files.decode([version, *code[1:]])
 
 
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        (Problem, "op m n k dtype world_size recipe output_dtype fast_accum"),
+        (Problem, "op m n k dtype world_size recipe output_dtype fast_accum invariance"),
         (BandRun, "tile_rows count"),
         (Chunk, "tiles transport max_ctas"),
         (Resources, "comm_sms smem_pad_bytes window finish_ctas lanes one_launch low_priority"),
@@ -249,13 +249,13 @@ def changed(value: Any, kind: Any) -> Any:
     [
         (1, "problem.op"),
         (5, "problem.dtype"),
-        (10, "schedule"),
-        (11, "kernel"),
-        (15, "layout"),
-        (21, r"chunks\[0\].transport"),
-        (24, r"chunks\[1\].transport"),
-        (26, "collective"),
-        (29, "resources.window"),
+        (11, "schedule"),
+        (12, "kernel"),
+        (16, "layout"),
+        (22, r"chunks\[0\].transport"),
+        (25, r"chunks\[1\].transport"),
+        (27, "collective"),
+        (30, "resources.window"),
     ],
 )
 @pytest.mark.parametrize("value", [-1, 99])
@@ -266,7 +266,7 @@ def test_plan_decode_names_the_field_out_of_range(position: int, field: str, val
         plans.files.decode(code)
 
 
-@pytest.mark.parametrize(("length_at", "name"), [(16, "bands"), (19, "chunks")])
+@pytest.mark.parametrize(("length_at", "name"), [(17, "bands"), (20, "chunks")])
 def test_plan_decode_rejects_lengths_beyond_the_list(length_at: int, name: str) -> None:
     code = plans.files.encode(example())
     code[length_at] = 2**62

@@ -38,6 +38,11 @@ def over_peers(one: Problem, chunks: int | list[int] = 1, kernel: str = "sm90_pi
     return plans.templates.row_panels(one, chunks, kernel=kernel, transport="peer")
 
 
+def owners(one: Problem) -> Plan:
+    how = {"kernel": "sm90_pingpong", "transport": "peer", "collective": "owners"}
+    return plans.templates.row_panels(one, 1, **how)
+
+
 def messages(world: int = 2, **changes: object) -> Plan:
     one = problem(Op.GEMM_ALLTOALL, world, 0, **changes)
     return plans.templates.make_all_to_all(one, Kernel.LIBRARY, Resources(), 16, Transport.PEER)
@@ -50,6 +55,11 @@ def with_chunks(*tiles: int, layout: Layout = Layout.ROW_MAJOR) -> dict[str, obj
 PLANS = {
     "example": [example],
     "ring": [lambda: over_peers(problem())],
+    "owners": [lambda: owners(problem())],
+    "owners of three": [lambda: owners(problem(world=3, m=768))],
+    "invariant": [
+        lambda: plans.templates.at_once(problem(invariance="batch"), kernel="sm90_pingpong")
+    ],
     "stripes": [
         lambda: plans.templates.row_panels(problem(), 2, transport="peer", collective="stripes")
     ],
@@ -68,6 +78,33 @@ PLANS = {
     ],
 }
 WRONG = {
+    "owners": [
+        ({"kernel": Kernel.LIBRARY}, "kernel library on 2 ranks, allowed are sm90_pingpong, which"),
+        (
+            {"schedule": Schedule.SEQUENTIAL},
+            "collective owners, the schedule sequential, .*allowed are ring, owners or stripes",
+        ),
+    ],
+    "owners of three": [
+        (
+            {
+                "kernel": Kernel.SM90_PINGPONG_WIDE,
+                "tile_n": 192,
+                "chunks": [Chunk(18, Transport.PEER)],
+            },
+            "sm90_pingpong_wide on 3 ranks, .* between two ranks sm90_pingpong_wide: take",
+        )
+    ],
+    "invariant": [
+        (
+            {"kernel": Kernel.LIBRARY, "schedule": Schedule.SEQUENTIAL},
+            "invariance batch has the kernel library and the collective direct over peer, allowed are this package",
+        ),
+        (
+            {"collective": Collective.RING},
+            "invariance batch has the kernel sm90_pingpong and the collective ring over peer",
+        ),
+    ],
     "example": [
         (with_chunks(16, 24), "chunks have 40 tiles .* 8 x 4 = 32: .*covers a tile twice"),
         (with_chunks(16, 8), "chunks have 24 tiles .* 8 x 4 = 32: .*leaves tiles out"),
@@ -153,16 +190,16 @@ WRONG = {
         ),
         (
             {"schedule": Schedule.SEQUENTIAL, "chunks": [Chunk(32, Transport.PEER)]},
-            "travels by peer .* the schedule sequential, .* allowed are ring or stripes .overlapped. or direct",
+            "travels by peer .* the schedule sequential, .* allowed are ring, owners or stripes .overlapped. or direct",
         ),
         (
             {"collective": Collective.ALL_REDUCE},
-            "travels by peer with the collective all_reduce, .*allowed are ring .* or all_gather.*take those, or the transport nccl",
+            "travels by peer with the collective all_reduce, .*allowed are ring.* or all_gather.*take those, or the transport nccl",
         ),
         ({"collective": Collective.EXCHANGE}, "travels by peer with the collective exchange, "),
         (
             {"collective": Collective.ALL_GATHER},
-            "collective of gemm_allreduce is all_gather, allowed is all_reduce, exchange, ring, direct or stripes: take that",
+            "collective of gemm_allreduce is all_gather, allowed is all_reduce, exchange, ring, direct, stripes or owners: take that",
         ),
         (
             {"chunks": [Chunk(16, Transport.PEER)] * 2},
@@ -176,7 +213,7 @@ WRONG = {
     "stripes": [
         (
             {"schedule": Schedule.SEQUENTIAL},
-            "collective stripes, the schedule sequential, .*allowed are ring or stripes .overlapped.",
+            "collective stripes, the schedule sequential, .*allowed are ring, owners or stripes .overlapped.",
         ),
         (
             {"chunks": [Chunk(16)] * 2},

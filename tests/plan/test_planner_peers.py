@@ -14,6 +14,7 @@ from overlap_torch.plan import Machine, Plan, Problem
 from overlap_torch.plan._library import parse_machine
 from overlap_torch.plan.types import Collective, DType, Kernel, Op, Schedule, Transport
 from tests import _plan_test
+from tests.lib.planner_problems import MACHINES
 
 COLLECTIVES = {
     Op.GEMM_ALLREDUCE: Collective.RING,
@@ -323,3 +324,21 @@ def test_planner_reduces_few_rows_in_one_step(m: int, nk, world: int, windows: b
         assert not over_peers(
             plans.templates.make_plan(problem, fast(windows=windows, peer_gbps=0.0))
         )
+
+
+@pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER], ids=str)
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_planner_batch_invariant_calls_have_one_gemm_whatever_the_rows(world: int, op: Op) -> None:
+    """A plan over peers with a kernel of this package for each M; where none serves all, the sequence for each."""
+    for rows in (1, 2, 7, 16, 127, 513, 4095, 8192, 65536):
+        rows *= world if op == Op.GEMM_REDUCESCATTER else 1
+        problem = Problem(rows, 8192, 1024, "bfloat16", world, op, invariance="batch")
+        plan = plans.templates.make_plan(problem, MACHINES["hopper"])
+        assert plan.kernel in (Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE), plan
+        assert plan.collective in (Collective.DIRECT, Collective.OWNERS), plan
+        for without in ("hopper without peers", "cpu"):
+            sequence = plans.templates.make_sequential(problem, MACHINES[without])
+            assert plans.templates.make_plan(problem, MACHINES[without]) == sequence
+        odd = Problem(rows, 8191, 1024, "bfloat16", world, op, invariance="batch")
+        sequence = plans.templates.make_sequential(odd, MACHINES["hopper"])
+        assert plans.templates.make_plan(odd, MACHINES["hopper"]) == sequence

@@ -16,7 +16,7 @@ import pytest
 
 from overlap_torch import _plan
 from overlap_torch import plan as plans
-from overlap_torch._plan import DType, Kernel, Machine, Op, Plan, Problem, Transport
+from overlap_torch._plan import Collective, DType, Kernel, Machine, Op, Plan, Problem, Transport
 from tests import _plan_test, steps_proof
 from tests.lib.planner_problems import MACHINES
 from tests.steps_proof import PEERS, Case
@@ -57,7 +57,9 @@ def test_steps_proof_over_nccl_finds_no_fault_where_kernels_run_one_at_a_time() 
 
 
 @pytest.mark.parametrize("world", steps_proof.WORLDS)
-def test_steps_proof_of_rings_and_stripes_finds_no_fault_whatever_the_rows(world: int) -> None:
+def test_steps_proof_of_rings_owners_and_stripes_finds_no_fault_whatever_the_rows(
+    world: int,
+) -> None:
     """Last parts shorter by a row, by a tile and by whole clusters of them; of one row; of as many as the others."""
     cases = 0
     for kernel in (Kernel.LIBRARY, Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE):
@@ -66,6 +68,11 @@ def test_steps_proof_of_rings_and_stripes_finds_no_fault_whatever_the_rows(world
             made = []
             if (world - 1) * -(-m // world) < m:
                 made.append(plans.templates.row_panels(problem, 1, kernel=kernel, transport="peer"))
+            if made and (
+                kernel == Kernel.SM90_PINGPONG or (world == 2 and kernel != Kernel.LIBRARY)
+            ):
+                options = {"transport": "peer", "collective": "owners"}
+                made.append(plans.templates.row_panels(problem, 1, kernel=kernel, **options))
             if kernel == Kernel.LIBRARY:
                 options = {"tile": (32, 64), "transport": "peer", "collective": "stripes"}
                 heights = min(3, -(-m // (32 * world)))
@@ -100,6 +107,10 @@ def over_peers(world: int) -> list[Plan]:
     made = [plans.templates.row_panels(problem(op), 1, **ring) for op in reductions]
     uneven = Problem(1024 * world + 1, 1024, 256, DType.BFLOAT16, world)
     made.append(plans.templates.row_panels(uneven, 1, **ring))
+    made += [
+        plans.templates.row_panels(p, 1, collective="owners", **ring)
+        for p in (made[1].problem, uneven)
+    ]
     stripes = {"transport": "peer", "collective": "stripes"}
     made += [plans.templates.row_panels(problem(op, 768), 3, **stripes) for op in reductions]
     in_pieces = Problem(8192 * world, 1024, 256, DType.BFLOAT16, world)
@@ -108,7 +119,11 @@ def over_peers(world: int) -> list[Plan]:
         plans.templates.at_once(problem(op, 512), kernel=Kernel.SM90_PINGPONG) for op in reductions
     ]
     made += [plans.templates.at_once(problem(op, 512)) for op in (*reductions, Op.ALLGATHER_GEMM)]
-    made.append(plans.templates.at_once(Problem(8, 1024, 256, DType.BFLOAT16, world)))
+    few = Problem(8, 1024, 256, DType.BFLOAT16, world)
+    made += [
+        plans.templates.at_once(few),
+        plans.templates.at_once(few, kernel=Kernel.SM90_PINGPONG, schedule="sequential"),
+    ]
     for comm_sms in (0, 2):
         gather = problem(Op.ALLGATHER_GEMM)
         made.append(plans.templates.row_panels(gather, 2, comm_sms=comm_sms, **ring))
@@ -245,6 +260,10 @@ def announces_nothing(change: Change) -> bool:
     return bool(steps) and all(step["step"] == "copy" and step["bytes"] == 0 for step in steps)
 
 
+def adds_terms(change: Change) -> bool:
+    return change.case.plan.collective == Collective.OWNERS
+
+
 # Each change, why it may do no harm, and when.
 HARMLESS: list[tuple[str, str, Callable[[Change], bool]]] = [
     (
@@ -294,6 +313,7 @@ HARMLESS: list[tuple[str, str, Callable[[Change], bool]]] = [
         lambda change: change.step["bytes"] == 0,
     ),
     ("signal without after", "the copies that it announces have no bytes", announces_nothing),
+    ("gemm without rounds", "the same terms are added, one of them with more bits", adds_terms),
     (
         "gemm with place 0 shifted",
         "a launch of the own rows' tiles reads the op's input, not the gathered rows",

@@ -33,7 +33,14 @@ class Reduction : public CudaOperands {
                               .bias = bias.defined(),
                               .captured = plan_.resources.window && captured(),
                               .finish = call_.finish != nullptr};
-    if (overlapped(plan_)) {
+    if (!overlapped(plan_) && plan_.kernel != plan::Kernel::kLibrary) {
+      if (!all_reduces_) make_output();
+      gemms_.push_back(operands_of(0));
+      made_ = empty({plan_.problem.m, plan_.problem.n}, options());
+      gemms_[0].output = made_.data_ptr();
+      read_whole_tiles();
+      variant.compute = steps::kernel_if(kernel_takes(gemms_[0], call_.weight(), plan_));
+    } else if (overlapped(plan_)) {
       make_output();
       gemms_.push_back(operands_of(0));
       variant.compute = steps::kernel_if(kernel_takes(probe(), call_.weight(), plan_));
@@ -53,6 +60,8 @@ class Reduction : public CudaOperands {
   void* base(steps::Buffer buffer, int32_t index) override {
     // A sequence's is made after the GEMM, which is on its way.
     if (buffer == steps::Buffer::kOutput && outputs_.empty()) make_output();
+    if (buffer == steps::Buffer::kProduct && made_.defined()) return made_.data_ptr();
+    if (buffer == steps::Buffer::kInput && whole_tiles_.defined()) return whole_tiles_.data_ptr();
     return CudaOperands::base(buffer, index);
   }
 
@@ -92,6 +101,17 @@ class Reduction : public CudaOperands {
     if (!gemms_.empty()) gemms_[0] = operands_of(0);
   }
 
+  // Few rows, with any others after them: rows that TMA fills with zeros come slower than rows that are loaded.
+  void read_whole_tiles() {
+    const int64_t rows = plan_.problem.m;
+    if (rows >= plan_.tile_m || !plan::is_sm90(plan_.kernel)) return;
+    whole_tiles_ = empty({plan_.tile_m, plan_.problem.k}, input_.options());
+    whole_tiles_.narrow(0, 0, rows).copy_(input_);
+    gemms_[0].input = whole_tiles_.data_ptr();
+    gemms_[0].input_stride = plan_.problem.k;
+    gemms_[0].input_rows = plan_.tile_m;
+  }
+
   void make_output() {
     const int64_t rows = plan_.problem.m / plan::op_row_parts(plan_.problem);
     outputs_.push_back(empty({rows, plan_.problem.n}, options()));
@@ -101,18 +121,42 @@ class Reduction : public CudaOperands {
   kernels::GemmParams probe() const {
     kernels::GemmParams gemm = gemms_[0];
     gemm.output = outputs_[0].data_ptr();
-    if (plan_.collective == plan::Collective::kRing || direct_) gemm.peers.emplace();
+    const bool ring = plan_.collective == plan::Collective::kRing ||
+                      plan_.collective == plan::Collective::kOwners;
+    if (ring || direct_) gemm.peers.emplace();
     return gemm;
   }
 
   const bool all_reduces_;
   const bool direct_;
-  at::Tensor made_;  // the product, by library()
+  at::Tensor whole_tiles_;  // the input, where it has fewer rows than a tile
+  at::Tensor made_;         // the product, by library() or by the plan's kernel before an exchange
 };
+
+// Operands as this package's kernels take them: all ranks' GEMMs must be theirs.
+OpCall fitting(const OpCall& call) {
+  constexpr int64_t kAccess = 16;
+  const auto fits = [](const at::Tensor& matrix, int64_t along) {
+    const int64_t element = matrix.element_size();
+    return (matrix.stride(along) == 1 || matrix.size(along) == 1) &&
+           matrix.stride(1 - along) >= matrix.size(along) &&
+           matrix.stride(1 - along) * element % kAccess == 0 &&
+           reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kAccess == 0;
+  };
+  OpCall fitted = call;
+  if (!fits(call.input, 1)) fitted.input = aligned(call.input);
+  if (call.weights.empty()) return fitted;
+  at::Tensor& weight = fitted.weights.front();
+  if (!fits(weight, 1) && (call.scales || !fits(weight, 0))) weight = aligned(weight);
+  return fitted;
+}
 
 at::Tensor run(const OpCall& call) {
   const CudaCall cuda(call);
-  return Reduction(call, cuda).run();
+  if (call.problem.invariance == plan::Invariance::kNone) return Reduction(call, cuda).run();
+  if (!plan::is_batch_invariant(cuda.plan())) return invariant_composition(call);
+  const OpCall fitted = fitting(call);
+  return Reduction(fitted, cuda).run();
 }
 
 }  // namespace

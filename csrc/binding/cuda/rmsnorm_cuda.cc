@@ -16,7 +16,7 @@ constexpr int64_t kBlock = 128;  // columns that share a scale
 
 // Planned as an all-reduce after a GEMM, of K = 0 if the caller gives what is added up.
 OpCall call_of(const at::Tensor& input, const std::optional<at::Tensor>& weight,
-               const std::string& group_name) {
+               const std::optional<std::string>& invariance, const std::string& group_name) {
   OpCall call;
   if (weight) {
     call = make_call(plan::Op::kGemmAllReduce, input, {*weight}, {std::nullopt}, group_name);
@@ -39,6 +39,7 @@ OpCall call_of(const at::Tensor& input, const std::optional<at::Tensor>& weight,
                     input.scalar_type(), " and N = ", call.problem.n, "; leave fused out");
   TORCH_CHECK_NOT_IMPLEMENTED(has_kernels(input.device()), kOp, ": this build has no kernels for ",
                               input.device(), "; leave fused out");
+  call.problem.invariance = to_invariance(kOp, invariance);
   call.dims = " with a norm";
   return call;
 }
@@ -66,10 +67,11 @@ std::vector<at::Tensor> allreduce_rmsnorm(
     const std::optional<at::Tensor>& given_residual, const at::Tensor& norm_weight,
     const std::optional<at::Tensor>& given_bias, const std::optional<at::Tensor>& given_scale,
     double eps, double gain_offset, bool round_before_gain,
-    const std::optional<std::string>& quantize, bool return_norm, const std::string& group_name) {
+    const std::optional<std::string>& quantize, bool return_norm,
+    const std::optional<std::string>& invariance, const std::string& group_name) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::cuda::CUDAGuard guard(input.device());
-  OpCall call = call_of(input, weight, group_name);
+  OpCall call = call_of(input, weight, invariance, group_name);
   const auto [rows, columns] = std::pair(call.problem.m, call.problem.n);
   const std::string cast = quantize.value_or("");
   const bool by_rows = cast == "rowwise";

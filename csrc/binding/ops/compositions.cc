@@ -1,6 +1,8 @@
 // The unfused compositions.
 #include <c10/util/accumulate.h>
 
+#include <algorithm>
+
 #include "binding/ops/op_call.h"
 #include "cpu/collectives.h"
 
@@ -14,7 +16,47 @@ at::Tensor local_gemm(const OpCall& call, const at::Tensor& rows, const at::Tens
   return bias.has_value() ? at::addmm(*bias, rows, matrix.t()) : at::mm(rows, matrix.t());
 }
 
+namespace {
+
+// Each row by a GEMM of 128 rows, however many there are: the framework's choice of a kernel follows from their number,
+// from strides and, on CPU, from addresses.
+at::Tensor gemm_by_blocks(const OpCall& call, int64_t rows) {
+  constexpr int64_t kBlock = 128;
+  constexpr uintptr_t kAlignment = 64;
+  const auto alike = [](const at::Tensor& matrix) {
+    const at::Tensor dense = matrix.contiguous();
+    const auto address = reinterpret_cast<uintptr_t>(dense.const_data_ptr());
+    return address % kAlignment == 0 ? dense : dense.clone();
+  };
+  const auto block_of = [](const at::Tensor& rows) {
+    at::Tensor block = at::empty({kBlock, rows.size(1)}, rows.options());
+    block.narrow(0, 0, rows.size(0)).copy_(rows);
+    if (rows.size(0) < kBlock) block.narrow(0, rows.size(0), kBlock - rows.size(0)).zero_();
+    return block;
+  };
+  OpCall by_block = call;
+  by_block.weights.front() = alike(call.weight());
+  const bool scales_of_rows = call.scales && call.scales->recipe != plan::Recipe::kTensor;
+  at::Tensor output = at::empty({rows, call.problem.n}, call.output_options());
+  for (int64_t begin = 0; begin < rows; begin += kBlock) {
+    const int64_t count = std::min(kBlock, rows - begin);
+    at::Tensor scales = call.scales ? call.scales->of_rows(begin, count) : at::Tensor();
+    if (scales_of_rows) scales = block_of(scales);
+    const at::Tensor input = block_of(call.input.narrow(0, begin, count));
+    const at::Tensor product = local_gemm(by_block, input, scales, 0, false);
+    output.narrow(0, begin, count).copy_(product.narrow(0, 0, count));
+  }
+  return output;
+}
+
+}  // namespace
+
 at::Tensor local_gemm(const OpCall& call, int64_t count, bool with_bias) {
+  if (call.problem.invariance != plan::Invariance::kNone) {
+    at::Tensor output = gemm_by_blocks(call, count);
+    if (with_bias && call.bias().has_value()) output.add_(*call.bias());
+    return output;
+  }
   return local_gemm(call, call.input.narrow(0, 0, count),
                     call.scales ? call.scales->of_rows(0, count) : at::Tensor(), 0, with_bias);
 }
@@ -34,7 +76,43 @@ at::Tensor gathered_scales(const OpCall& call) {
   return all;
 }
 
+namespace {
+
+// [ranks * rows, columns] of terms -> [rows, columns], by the kernels' additions.
+at::Tensor sum_in_order(const at::Tensor& terms, int64_t ranks) {
+  const at::ScalarType type = terms.scalar_type();
+  const at::ScalarType wide = type == at::kDouble ? at::kDouble : at::kFloat;
+  const int64_t rows = terms.size(0) / ranks;
+  at::Tensor sum = at::zeros({rows, terms.size(1)}, terms.options().dtype(wide));
+  for (int64_t rank = 0; rank < ranks; ++rank) sum.add_(terms.narrow(0, rank * rows, rows));
+  return sum.to(type);
+}
+
+}  // namespace
+
+at::Tensor invariant_composition(const OpCall& call) {
+  const int64_t ranks = call.problem.world_size;
+  at::Tensor output = local_gemm(call, false);
+  if (ranks > 1) {
+    const bool all_reduces = call.problem.traits().all_reduces();
+    const at::Tensor terms = all_reduces ? output : parts_of_blocks(call, output);
+    const int64_t rows = terms.size(0);
+    at::Tensor all =
+        at::empty({all_reduces ? ranks * rows : rows, call.problem.n}, terms.options());
+    if (all_reduces) {
+      cpu::all_gather(*call.group, all, terms, 0).wait();
+    } else {
+      const std::vector<int64_t> parts(static_cast<size_t>(ranks), rows / ranks);
+      cpu::all_to_all(*call.group, all, terms, parts, parts, 0).wait();
+    }
+    output = sum_in_order(all, ranks);
+  }
+  if (call.bias().has_value()) output.add_(*call.bias());
+  return output;
+}
+
 at::Tensor gemm_allreduce_composition(const OpCall& call) {
+  if (call.problem.invariance != plan::Invariance::kNone) return invariant_composition(call);
   at::Tensor output = local_gemm(call, false);
   cpu::all_reduce(*call.group, output, 0).wait();
   if (call.bias().has_value()) output.add_(*call.bias());
@@ -42,6 +120,7 @@ at::Tensor gemm_allreduce_composition(const OpCall& call) {
 }
 
 at::Tensor gemm_reducescatter_composition(const OpCall& call) {
+  if (call.problem.invariance != plan::Invariance::kNone) return invariant_composition(call);
   const at::Tensor partial = parts_of_blocks(call, local_gemm(call, false));
   at::Tensor output =
       at::empty({call.problem.m / call.problem.world_size, call.problem.n}, partial.options());

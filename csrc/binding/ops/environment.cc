@@ -54,6 +54,9 @@ Environment read_environment() {
   read.timeout = read_seconds("OVERLAP_TIMEOUT_S");
   read.abort_on_failure = read_choice("OVERLAP_ON_FAILURE", "raise", "abort", false);
   read.log_plans = read_choice("OVERLAP_LOG", "none", "plans", false);
+  if (read_choice("OVERLAP_INVARIANCE", "none", "batch", false)) {
+    read.invariance = plan::Invariance::kBatch;
+  }
   read.profile = read_profile("OVERLAP_PROFILE");
   // Whoever keeps NCCL from the GPUs' access to each other has a reason that holds here, too.
   const char* p2p_disabled = std::getenv("NCCL_P2P_DISABLE");

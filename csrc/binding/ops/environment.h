@@ -7,6 +7,7 @@
 #include <string>
 
 #include "plan/agreement.h"
+#include "plan/plan.h"
 #include "plan/profile.h"
 
 namespace overlap::binding {
@@ -18,7 +19,8 @@ struct Environment {
   std::string why_no_peers;                          // the setting that turns them off, NAME=value
   bool abort_on_failure = false;                     // OVERLAP_ON_FAILURE
   bool log_plans = false;                            // OVERLAP_LOG=plans
-  plan::SharedProfile profile;                       // OVERLAP_PROFILE
+  plan::Invariance invariance = plan::Invariance::kNone;  // OVERLAP_INVARIANCE
+  plan::SharedProfile profile;                            // OVERLAP_PROFILE
 };
 
 // As the variables are now. Throws a ValueError that says what is allowed.

@@ -107,7 +107,8 @@ GroupEntry::Key GroupEntry::key(const plan::Problem& problem, at::DeviceType dev
           static_cast<int>(problem.dtype),
           static_cast<int>(problem.recipe),
           static_cast<int>(plan::output_dtype(problem)),
-          problem.fast_accum};
+          problem.fast_accum,
+          static_cast<int>(problem.invariance)};
 }
 
 // By what is called, and by what plan or why without one. A new one is logged where that is wanted.

@@ -149,7 +149,7 @@ class GroupEntry final : public cpu::Group {
 
  private:
   // device, op, m, n, k, dtype, recipe, output dtype, fast accumulation
-  using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int, int, bool>;
+  using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int, int, bool, int>;
   // Ranks can be compared over the store. The ranks of PyTorch's fake group are not there.
   bool has_peers(at::DeviceType device) const;
   // Publishes `text` over the store, and returns a function that waits for a peer's.

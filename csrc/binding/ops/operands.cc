@@ -2,6 +2,8 @@
 
 #include <c10/util/accumulate.h>
 
+#include "binding/ops/environment.h"
+
 namespace overlap::binding {
 namespace {
 
@@ -97,6 +99,15 @@ OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> w
   }
   call.problem.output_dtype = to_plan_dtype(call.output_dtype());
   return call;
+}
+
+plan::Invariance to_invariance(const char* op, const std::optional<std::string>& given) {
+  if (!given) return environment().invariance;
+  if (*given == "batch") return plan::Invariance::kBatch;
+  TORCH_CHECK_VALUE(
+      *given == "none", op, ": invariance is '", *given,
+      "'; allowed are None, which leaves it to OVERLAP_INVARIANCE, 'none' and 'batch'");
+  return plan::Invariance::kNone;
 }
 
 int64_t row_dim(plan::Op op, const at::Tensor& input, int64_t dim) {

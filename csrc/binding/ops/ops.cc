@@ -41,11 +41,12 @@ void compare_collective(const std::string& what, at::Device device, const std::s
 }
 
 at::Tensor all_reduced(const at::Tensor& input, const at::Tensor& weight,
-                       const std::optional<at::Tensor>& bias, const std::string& group_name,
+                       const std::optional<at::Tensor>& bias,
+                       const std::optional<std::string>& invariance, const std::string& group_name,
                        const GivenScales* scales) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const OpCall call =
-      make_call(plan::Op::kGemmAllReduce, input, {weight}, {bias}, group_name, scales);
+  OpCall call = make_call(plan::Op::kGemmAllReduce, input, {weight}, {bias}, group_name, scales);
+  call.problem.invariance = to_invariance(plan::name(call.problem.op), invariance);
   const plan::Problem& problem = call.problem;
   const Profiled profiled(call);
   compare_calls(call);
@@ -66,11 +67,13 @@ at::Tensor all_reduced(const at::Tensor& input, const at::Tensor& weight,
 
 at::Tensor reduce_scattered(const at::Tensor& input, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, int64_t given_dim,
+                            const std::optional<std::string>& invariance,
                             const std::string& group_name, const GivenScales* scales) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const int64_t dim = row_dim(plan::Op::kGemmReduceScatter, input, given_dim);
   OpCall call =
       make_call(plan::Op::kGemmReduceScatter, input, {weight}, {bias}, group_name, scales);
+  call.problem.invariance = to_invariance(plan::name(call.problem.op), invariance);
   set_blocks(call, input, dim);
   const plan::Problem& problem = call.problem;
   TORCH_CHECK_VALUE(input.size(dim) % problem.world_size == 0, "gemm_reducescatter: dim ", dim,
@@ -177,8 +180,10 @@ at::Tensor exchanged(const at::Tensor& input, const at::Tensor& weight, at::IntA
 }
 
 at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
-                          const std::optional<at::Tensor>& bias, const std::string& group_name) {
-  return all_reduced(input, weight, bias, group_name, nullptr);
+                          const std::optional<at::Tensor>& bias,
+                          const std::optional<std::string>& invariance,
+                          const std::string& group_name) {
+  return all_reduced(input, weight, bias, invariance, group_name, nullptr);
 }
 
 at::Tensor gemm_allreduce_scaled(const at::Tensor& input, const at::Tensor& weight,
@@ -186,16 +191,18 @@ at::Tensor gemm_allreduce_scaled(const at::Tensor& input, const at::Tensor& weig
                                  const std::optional<at::Tensor>& bias,
                                  std::optional<int64_t> recipe_input,
                                  std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
-                                 bool use_fast_accum, const std::string& group_name) {
+                                 bool use_fast_accum, const std::optional<std::string>& invariance,
+                                 const std::string& group_name) {
   const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
                               recipe_weight, output_dtype,   use_fast_accum};
-  return all_reduced(input, weight, bias, group_name, &scales);
+  return all_reduced(input, weight, bias, invariance, group_name, &scales);
 }
 
 at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
                               const std::optional<at::Tensor>& bias, int64_t dim,
+                              const std::optional<std::string>& invariance,
                               const std::string& group_name) {
-  return reduce_scattered(input, weight, bias, dim, group_name, nullptr);
+  return reduce_scattered(input, weight, bias, dim, invariance, group_name, nullptr);
 }
 
 at::Tensor gemm_reducescatter_scaled(const at::Tensor& input, const at::Tensor& weight,
@@ -204,10 +211,11 @@ at::Tensor gemm_reducescatter_scaled(const at::Tensor& input, const at::Tensor& 
                                      std::optional<int64_t> recipe_input,
                                      std::optional<int64_t> recipe_weight,
                                      at::ScalarType output_dtype, bool use_fast_accum,
+                                     const std::optional<std::string>& invariance,
                                      const std::string& group_name) {
   const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
                               recipe_weight, output_dtype,   use_fast_accum};
-  return reduce_scattered(input, weight, bias, 0, group_name, &scales);
+  return reduce_scattered(input, weight, bias, 0, invariance, group_name, &scales);
 }
 
 // As many biases as there are weights.
@@ -354,11 +362,13 @@ void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }  // namespace
 
 TORCH_LIBRARY(overlap, m) {
-  m.def("gemm_allreduce(Tensor input, Tensor weight, Tensor? bias=None, *, str group) -> Tensor",
-        {at::Tag::pt2_compliant_tag});
   m.def(
-      "gemm_reducescatter(Tensor input, Tensor weight, Tensor? bias=None, *, int dim=0, str group) "
-      "-> Tensor",
+      "gemm_allreduce(Tensor input, Tensor weight, Tensor? bias=None, *, str? invariance=None, str "
+      "group) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "gemm_reducescatter(Tensor input, Tensor weight, Tensor? bias=None, *, int dim=0, str? "
+      "invariance=None, str group) -> Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "allgather_gemm(Tensor input, Tensor weight, Tensor? bias=None, *, int dim=0, str group) -> "
@@ -377,19 +387,21 @@ TORCH_LIBRARY(overlap, m) {
   m.def(
       "allreduce_rmsnorm(Tensor input, Tensor? weight, Tensor? residual, Tensor norm_weight, "
       "Tensor? bias=None, Tensor? scale=None, *, float eps=1e-6, float gain_offset=0.0, bool "
-      "round_before_gain=False, str? quantize=None, bool return_norm=False, str group) -> "
-      "Tensor[]",
+      "round_before_gain=False, str? quantize=None, bool return_norm=False, str? invariance=None, "
+      "str group) -> Tensor[]",
       {at::Tag::pt2_compliant_tag});
   // Scaled operands: recipes as torch.nn.functional.ScalingType numbers them.
   m.def(
       "gemm_allreduce.scaled(Tensor input, Tensor weight, Tensor scale_input, Tensor scale_weight, "
       "Tensor? bias=None, *, int? recipe_input=None, int? recipe_weight=None, ScalarType "
-      "output_dtype=bfloat16, bool use_fast_accum=False, str group) -> Tensor",
+      "output_dtype=bfloat16, bool use_fast_accum=False, str? invariance=None, str group) -> "
+      "Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "gemm_reducescatter.scaled(Tensor input, Tensor weight, Tensor scale_input, Tensor "
       "scale_weight, Tensor? bias=None, *, int? recipe_input=None, int? recipe_weight=None, "
-      "ScalarType output_dtype=bfloat16, bool use_fast_accum=False, str group) -> Tensor",
+      "ScalarType output_dtype=bfloat16, bool use_fast_accum=False, str? invariance=None, str "
+      "group) -> Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "allgather_gemm.scaled(Tensor input, Tensor weight, Tensor scale_input, Tensor scale_weight, "

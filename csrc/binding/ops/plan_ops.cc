@@ -5,6 +5,7 @@
 
 #include "binding/ops/environment.h"
 #include "binding/ops/op_call.h"
+#include "binding/ops/operands.h"
 #include "binding/ops/plan_table.h"
 #include "binding/ops/trace_switch.h"
 #include "plan/agreement.h"
@@ -45,7 +46,8 @@ plan::Machine machine_of(const std::shared_ptr<GroupEntry>& group, at::Device de
 std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64_t k,
                               at::ScalarType dtype, at::Device device,
                               const std::string& group_name, const std::string& recipe,
-                              std::optional<at::ScalarType> output_dtype, bool fast_accum) {
+                              std::optional<at::ScalarType> output_dtype, bool fast_accum,
+                              const std::optional<std::string>& invariance) {
   TORCH_CHECK_VALUE(m >= 0 && n >= 0 && k >= 0,
                     "plan_for: M, N and K must not be negative, but are ", m, ", ", n, ", ", k);
   const std::shared_ptr<GroupEntry> group = find_group(group_name);
@@ -60,6 +62,7 @@ std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64
   const bool scaled = problem.recipe != plan::Recipe::kNone;
   problem.output_dtype = to_plan_dtype(output_dtype.value_or(scaled ? at::kBFloat16 : dtype));
   problem.fast_accum = fast_accum;
+  if (problem.traits().sums()) problem.invariance = to_invariance("plan_for", invariance);
   plan::check_problem(problem);
   return plan::encode(group->plan(problem, device.type(), machine_of(group, device))->plan);
 }
@@ -74,13 +77,18 @@ void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_
   TORCH_CHECK_VALUE(sm80 && sm90, "set_plan: the plan's kernel is ", plan::name(plan.kernel),
                     ", which this build or device does not have: ", machine.to_string());
   plan::check_serial(plan, machine);
+  const auto planned = group->planned(plan.problem, device.type(), machine);
+  TORCH_CHECK_VALUE(plan.problem.invariance == plan::Invariance::kNone || plan == planned ||
+                        (plan::is_batch_invariant(plan) &&
+                         plan::is_sm90(plan.kernel) == plan::is_sm90(planned.kernel)),
+                    "set_plan: the plan ", plan.to_string(), " has other bits than the planner's, ",
+                    planned.to_string(), "; take one of such a kernel");
   TORCH_CHECK_VALUE(
       !plan::over_peers(plan) || machine.peer_gbps > 0.0,
       "set_plan: the plan's transport is peer, but the ranks of this group do not map "
       "each other's memory; use nccl");
   // Setting the planner's own plan again, as use_plan does, is not a choice of the user's.
-  group->set_plan(plan, device.type(), plan == group->planned(plan.problem, device.type(), machine),
-                  machine);
+  group->set_plan(plan, device.type(), plan == planned, machine);
 }
 
 void clear_plans(const std::string& group_name) {
@@ -129,6 +137,7 @@ c10::Dict<std::string, std::string> environment_now() {
   values.insert("OVERLAP_PEERS", now.peers ? "1" : "0");
   values.insert("OVERLAP_ON_FAILURE", now.abort_on_failure ? "abort" : "raise");
   values.insert("OVERLAP_LOG", now.log_plans ? "plans" : "none");
+  values.insert("OVERLAP_INVARIANCE", plan::name(now.invariance));
   values.insert("OVERLAP_PROFILE", now.profile->source);
   values.insert("profile", now.profile->to_json());
   values.insert("why_no_peers", now.why_no_peers);
@@ -150,7 +159,8 @@ int64_t side_delay_us() {
 TORCH_LIBRARY_FRAGMENT(overlap, m) {
   m.def(
       "plan_for(str op, int m, int n, int k, ScalarType dtype, Device device, str group, str "
-      "recipe='none', ScalarType? output_dtype=None, bool fast_accum=False) -> int[]",
+      "recipe='none', ScalarType? output_dtype=None, bool fast_accum=False, str? "
+      "invariance=None) -> int[]",
       &plan_for);
   m.def("set_plan(int[] plan, Device device, str group) -> ()", &set_plan);
   m.def("clear_plans(str group) -> ()", &clear_plans);

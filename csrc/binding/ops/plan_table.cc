@@ -105,7 +105,11 @@ Expectation expect(const Tally& tally) {
     expected.sequence_us = sequence_us;
   }
   if (expected.overlaps) return expected;
-  if (!tally.by_planner) {
+  if (tally.problem.invariance != plan::Invariance::kNone &&
+      !plan::is_batch_invariant(*tally.plan)) {
+    expected.why = "no plan is batch-invariant here: the composition adds gathered terms" +
+                   obstacles(tally.problem, tally.machine);
+  } else if (!tally.by_planner) {
     expected.why = "set_plan chose it";
   } else if (tally.device != at::kCPU && tally.machine.arch == 0) {
     expected.why = "this build has no kernels for the device, or the group's backend is not nccl";
@@ -149,6 +153,7 @@ std::vector<c10::Dict<std::string, std::string>> plan_table() {
       row.insert("input_dtype", plan::name(problem.dtype));
       row.insert("recipe", plan::name(problem.recipe));
       row.insert("output_dtype", plan::name(plan::output_dtype(problem)));
+      row.insert("invariance", plan::name(problem.invariance));
       row.insert("fast_accum", problem.fast_accum ? "1" : "0");
       row.insert("world_size", c10::str(problem.world_size));
       row.insert("device", c10::DeviceTypeName(tally->device, true));

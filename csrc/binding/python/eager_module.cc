@@ -48,6 +48,10 @@ bool read(PyObject* object, std::string& text) {
   return true;
 }
 
+bool read(PyObject* object, std::optional<std::string>& text) {
+  return Py_IsNone(object) || read(object, text.emplace());
+}
+
 bool read(PyObject* object, int64_t& number) {
   if (!PyLong_Check(object)) return false;
   int overflow = 0;
@@ -218,10 +222,11 @@ constexpr Op kScaledAllGather{"overlap::allgather_gemm", "scaled"};
 constexpr Op kScaledAllGatherWeights{"overlap::allgather_gemm", "scaled_weights"};
 constexpr Op kScaledAllToAll{"overlap::gemm_alltoall", "scaled"};
 
+using OptionalText = std::optional<std::string>;
 using Produce = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-                           const std::string&);
+                           const OptionalText&, const std::string&);
 using ProduceParts = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-                                int64_t, const std::string&);
+                                int64_t, const OptionalText&, const std::string&);
 using Consume = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
                                                    const OptionalTensor&, int64_t,
                                                    const std::string&);
@@ -235,7 +240,8 @@ using AllToAll = at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRe
 // Operands with scales have recipes by number, and the output's dtype.
 using ScaledProduce = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                  const at::Tensor&, const OptionalTensor&, std::optional<int64_t>,
-                                 std::optional<int64_t>, at::ScalarType, bool, const std::string&);
+                                 std::optional<int64_t>, at::ScalarType, bool, const OptionalText&,
+                                 const std::string&);
 using ScaledConsume = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
     const OptionalTensor&, std::optional<int64_t>, std::optional<int64_t>, at::ScalarType, bool,

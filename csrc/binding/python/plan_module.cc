@@ -22,6 +22,7 @@ using plan::Collective;
 using plan::DType;
 using plan::Engine;
 using plan::Extent;
+using plan::Invariance;
 using plan::Kernel;
 using plan::Layout;
 using plan::Machine;
@@ -77,6 +78,7 @@ void bind_enums(py::module_& m) {
   bind_enum<Op>(m);
   bind_enum<DType>(m);
   bind_enum<Recipe>(m);
+  bind_enum<Invariance>(m);
   bind_enum<Schedule>(m);
   bind_enum<Kernel>(m);
   bind_enum<Transport>(m);
@@ -156,7 +158,8 @@ void bind_parts(py::module_& m) {
   problem
       .def(py::init([](int64_t rows, int64_t columns, int64_t inner, const py::object& dtype,
                        int32_t world_size, const py::object& op, const py::object& recipe,
-                       const py::object& output_dtype, bool fast_accum) {
+                       const py::object& output_dtype, bool fast_accum,
+                       const py::object& invariance) {
              Problem problem{member<Op>(op),
                              rows,
                              columns,
@@ -165,7 +168,8 @@ void bind_parts(py::module_& m) {
                              world_size,
                              member<Recipe>(recipe),
                              DType::kBFloat16,
-                             fast_accum};
+                             fast_accum,
+                             member<Invariance>(invariance)};
              if (!output_dtype.is_none()) {
                problem.output_dtype = member<DType>(output_dtype);
              } else if (problem.recipe == Recipe::kNone) {
@@ -176,7 +180,7 @@ void bind_parts(py::module_& m) {
            py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype") = DType::kBFloat16,
            py::arg("world_size") = 1, py::arg("op") = Op::kGemmAllReduce,
            py::arg("recipe") = Recipe::kNone, py::arg("output_dtype") = py::none(),
-           py::arg("fast_accum") = false)
+           py::arg("fast_accum") = false, py::arg("invariance") = Invariance::kNone)
       .def_property_readonly(
           "row_parts", [](const Problem& p) { return plan::op_row_parts(p); },
           "Parts of the rows, one for each rank, that a chunk holds equal tile rows of; else 1.")

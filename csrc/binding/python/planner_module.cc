@@ -164,7 +164,7 @@ void bind_planner(py::module_& m) {
   m.def("make_sequential", &plan::make_sequential, py::arg("problem"), py::arg("machine"),
         "The sequence: one GEMM, and one collective before or after it.");
   m.def("make_at_once", &plan::make_at_once, py::arg("problem"), py::arg("kernel"),
-        "As overlap_torch.plan.templates.at_once.");
+        py::arg("schedule") = py::none(), "As overlap_torch.plan.templates.at_once.");
   m.def("make_all_to_all", &plan::make_all_to_all, py::arg("problem"), py::arg("kernel"),
         py::arg("resources") = Resources{}, py::arg("max_ctas") = 0,
         py::arg("transport") = Transport::kNccl,

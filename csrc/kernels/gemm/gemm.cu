@@ -48,7 +48,7 @@ bool peers_supported(const GemmParams& params) {
   for (const void* source : peers.sources) {
     if (!is_aligned(source)) return false;
   }
-  return is_aligned(peers.arriving) && is_aligned(peers.collected);
+  return is_aligned(peers.arriving) && is_aligned(peers.collected) && is_aligned(peers.terms);
 }
 
 template <plan::Kernel kKernel, plan::DType kDType>
@@ -119,6 +119,8 @@ bool gemm_sm90_supported(plan::Kernel kernel, const GemmParams& params) {
     return false;
   if (params.n % output_piece != 0 || params.k % operand_piece != 0) return false;
   if (params.peers && !peers_supported(params)) return false;
+  const bool adds_terms = params.peers && params.peers->terms != nullptr;
+  if (adds_terms && kernel != plan::Kernel::kSm90Pingpong) return false;
   const bool row_major = params.layout == plan::Layout::kRowMajor;
   return is_aligned(params.input) && is_aligned(params.weight) && is_aligned(params.output) &&
          (!params.gather || is_aligned(params.gather->own_input)) &&

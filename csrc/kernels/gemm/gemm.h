@@ -34,6 +34,7 @@ struct GemmOperands {
   plan::DType dtype = plan::DType::kBFloat16;
   const void* input = nullptr;   // [m, k], contiguous along k
   int64_t input_stride = 0;      // elements between rows
+  int64_t input_rows = 0;        // rows that may be read, of any values after m; 0: m
   const void* weight = nullptr;  // [n, k]
   int64_t weight_stride = 0;  // elements between the vectors along the dim that is not contiguous
   bool weight_k_contiguous = true;   // false: contiguous along n
@@ -103,6 +104,16 @@ struct GemmMessages {
   CopyRun received[kMaxPeers] = {};
 };
 
+// With kSplit: what all ranks have stored here of the part that is computed last, row-major, in their order, `stride`
+// elements apart; this rank's own is not read.
+struct PeerTerms {
+  const void* first = nullptr;
+  int64_t stride = 0;
+  int64_t row_stride = 0;
+  int32_t rows = 0;
+  int32_t columns = 0;
+};
+
 // Stores into other ranks' memory (rows of mode kSplit or kRanges). Only ping-pong kernels,
 // row-major, of all tiles.
 struct GemmPeers {
@@ -120,6 +131,11 @@ struct GemmPeers {
   // For each part of the rows (else the first alone): row-major with the output's shape and stride, or
   // null: added to the product in fp32, before it is rounded.
   const void* sources[1 + kMaxMoreOutputs] = {};
+  // In place of sources, or null: where the ranks store their terms of the part that is computed last, one after the
+  // other. They are added up in the ranks' order, this rank's own rounded as theirs. Only kSm90Pingpong does so.
+  const void* terms = nullptr;
+  // This rank's term is rounded to the output's type before a source is added.
+  bool rounds = false;
   // The signals between the ranks' GEMMs: tiles of the first parts are announced to the rank that adds them,
   // those of the last parts are added to once they have been announced here. Where something is
   // collected, mirrored tiles are announced to all peers, too.

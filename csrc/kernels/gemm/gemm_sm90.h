@@ -129,7 +129,7 @@ struct GemmSm90 : GemmSm90Body<GemmSm90Types<kKernel, Operands, false>> {
     } else {
       cutlass::arch::warpgroup_reg_alloc<Types::kConsumerRegisters>();
       Tiles tiles(params, role.team(), Types::kTeams);
-      const auto nothing = [](const Step&, const plan::TileRowPlace&) {};
+      const auto nothing = [](const auto&...) {};
       Body::consume(params, shared, pipeline, load_pipeline, order, role.team(), tiles, nothing,
                     nothing);
     }

@@ -150,8 +150,8 @@ struct GemmSm90Body : Types {
 
   // --- the consumers ---
 
-  // Multiplies and stores a team's tiles. By all of the team: `before_store(step, place)`; by its first warp, which
-  // issued the bulk stores, behind those: `behind_store(step, place)`.
+  // Multiplies and stores a team's tiles. By all of the team: `before_store(step, place, sums, thread)`, which may
+  // change the sums; by its first warp, which issued the bulk stores, behind those: `behind_store(step, place)`.
   template <class Params, class Tiles, class BeforeStore, class BehindStore>
   CUTLASS_DEVICE static void consume(const Params& params, SharedStorage& shared,
                                      MainloopPipeline& pipeline, LoadPipeline& load_pipeline,
@@ -197,7 +197,7 @@ struct GemmSm90Body : Types {
                     0, 0, cute::_,
                     plan::packed_slot(params.order, step.index, params.terms, params.term))
               : cute::make_coord(rows.output_row, step.coord.column, cute::_, params.matrix(rows));
-      before_store(step, rows);
+      before_store(step, rows, accumulators, thread);
       if constexpr (kTeams > 1) order.wait();
       Epilogue epilogue(params.epilogue[params.output(rows)], shared.tensors.epilogue);
       auto [load_next, store_next] = epilogue.store(

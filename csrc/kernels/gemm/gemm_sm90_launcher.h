@@ -42,7 +42,7 @@ class GemmSm90ParamsOf {
     params.end_tile = gemm_.tiles_end();
     params.counters = gemm_.counters;
     params.ending = gemm_.ending;
-    params.mainloop = mainloop(gemm_.input, gemm_.m);
+    params.mainloop = mainloop(gemm_.input, std::max(gemm_.m, gemm_.input_rows));
     using Scales = typename Gemm::Types::Scaling::Params;
     if constexpr (!std::is_empty_v<Scales>) static_cast<Scales&>(params) = *gemm_.scales;
     if constexpr (Gemm::Types::kForPeers) {
@@ -156,6 +156,12 @@ class GemmSm90ParamsOf {
                                 gemm_.order.parts, gemm_.output_stride);
     }
     if (peers.messages) params.messages = *peers.messages;
+    params.rounds = peers.rounds;
+    if (peers.terms != nullptr) {
+      params.peer_terms = {peers.terms, gemm_.rows.part_rows * gemm_.output_stride,
+                           gemm_.output_stride, static_cast<int32_t>(rows_of(last_output())),
+                           extent(gemm_.n)};
+    }
   }
 
   void* output_of(int output) const {

@@ -1,6 +1,7 @@
 // The Hopper GEMM whose tiles go to peers' memory, and come from there. As these GEMMs wait for one another, a warp
 // hands the tiles out, instead of every CTA owning a share. In one launch, any of
-//   sources    a warp loads what peers have stored here, tile by tile, and the teams add it before they store
+//   sources    a warp loads what a peer has stored here, tile by tile, and the teams add it before they store
+//   terms      the teams load what all peers have stored here of a tile, and add it up in the ranks' order
 //   mirrors    a tile is stored in several places
 //   outputs    each part of the rows goes to a place of its own; of any number of rows: messages, announced as a
 //              whole by whoever stores the last tile
@@ -41,6 +42,8 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
     Collected collected;
     cute::TmaDescriptor mirrors[kMaxMoreOutputs];
     GemmMessages messages;  // stored: null: there are none
+    PeerTerms peer_terms;   // first: null: there are none
+    bool rounds;            // terms to which a source is added
 
     CUTLASS_DEVICE bool sends_messages() const { return messages.stored != nullptr; }
     CUTLASS_DEVICE bool has_outputs() const {
@@ -80,6 +83,11 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
     CUTLASS_DEVICE int32_t flag(const plan::TileCoord& coord) const {
       return flag(plan::split_row(order, rows, coord.row), coord.column);
     }
+    // With terms: that of a tile in its part, whichever it is. Each source has numbers of its own at the owner.
+    CUTLASS_DEVICE int32_t flag_in_part(const plan::TileCoord& coord) const {
+      return flag({0, plan::split_row(order, rows, coord.row).row}, coord.column);
+    }
+    CUTLASS_DEVICE bool adds_terms() const { return peer_terms.first != nullptr; }
     // The `index`-th of the tiles that are final, in this rank's own part; of rounds, as all that is collected.
     CUTLASS_DEVICE plan::TileCoord final_tile(int32_t index) const {
       const int32_t height = rows.round_tile_rows;
@@ -244,18 +252,111 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
     copier.finish();
   }
 
+  // A tile's sum of the ranks' terms, each rounded to the output's type, in the ranks' order: so a row's bits do not
+  // depend on its owner. Threads have the sums that wgmma leaves them: of every eight columns two next to each other, of
+  // every 64 rows two of each warp's 16.
+  template <class Sums>
+  CUTLASS_DEVICE static void add_terms(const Params& params, const Step& step,
+                                       const plan::TileRowPlace& place, Sums& sums, int thread) {
+    using Output = typename Types::Output;
+    constexpr int kSlabRows = 64;
+    constexpr int kPieceColumns = 8;
+    constexpr int kPieces = Types::kTileN / kPieceColumns;
+    constexpr int kAtOnce =
+        8;  // loads in flight of each thread: wide tiles have no registers for any
+    static_assert(kPieces % kAtOnce == 0);
+    const PeerTiles& tiles = params.tiles;
+    const int lane = thread % cutlass::NumThreadsPerWarp;
+    if (lane + 1 < tiles.ranks) {
+      wait_for_tile(tiles, params.flag_in_part(step.coord) + lane * params.part_tiles(),
+                    tile_number(tiles), lane + 1);
+    }
+    __syncwarp();
+    const PeerTerms& terms = params.peer_terms;
+    const int first_row =
+        place.output_row * Types::kTileM + thread / cutlass::NumThreadsPerWarp * 16 + lane / 4;
+    const int first_column = step.coord.column * Types::kTileN + lane % 4 * 2;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2 * Types::kTileM / kSlabRows; ++j) {
+      const int row = first_row + j / 2 * kSlabRows + j % 2 * 8;
+      const bool is_stored = row < terms.rows;
+      CUTLASS_PRAGMA_UNROLL
+      for (int begin = 0; begin < kPieces; begin += kAtOnce) {
+        float total[kAtOnce][2] = {};
+        for (int rank = 0; rank < tiles.ranks; ++rank) {
+          Output term[kAtOnce][2];
+          if (rank == tiles.rank) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < 2 * kAtOnce; ++i) {
+              const auto at =
+                  cute::make_coord(cute::make_coord(i % 2, j % 2, begin + i / 2), j / 2, 0);
+              term[i / 2][i % 2] = static_cast<Output>(sums(at));
+            }
+          } else {
+            const auto* const from = static_cast<const Output*>(terms.first) + rank * terms.stride +
+                                     row * terms.row_stride;
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kAtOnce; ++i) {
+              const int column = first_column + (begin + i) * kPieceColumns;
+              uint32_t pair = 0;
+              if (is_stored && column < terms.columns) {
+                pair = *reinterpret_cast<const uint32_t*>(from + column);
+              }
+              *reinterpret_cast<uint32_t*>(term[i]) = pair;
+            }
+          }
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < 2 * kAtOnce; ++i) {
+            total[i / 2][i % 2] += static_cast<float>(term[i / 2][i % 2]);
+          }
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2 * kAtOnce; ++i) {
+          const auto at = cute::make_coord(cute::make_coord(i % 2, j % 2, begin + i / 2), j / 2, 0);
+          sums(at) = total[i / 2][i % 2];
+        }
+      }
+    }
+  }
+
+  template <class Sums>
+  CUTLASS_DEVICE static void finish_sums(const Params& params, const Step& step,
+                                         const plan::TileRowPlace& place, Sums& sums, int thread) {
+    if (params.rounds && params.has_source(place)) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < cute::size(sums); ++i) {
+        sums(i) = static_cast<float>(static_cast<typename Types::Output>(sums(i)));
+      }
+    }
+    if constexpr (!Types::kWide) {
+      if (params.adds_terms() && params.is_final(step.coord.row)) {
+        add_terms(params, step, place, sums, thread);
+      }
+    }
+  }
+
   // --- what goes out: by the warp that issued a tile's bulk stores ---
 
-  // To the rank that adds to this tile, or, of a final one, to all peers.
+  // To the rank that adds to this tile or adds it, or, of a final one, to all peers.
   CUTLASS_DEVICE static void announce_tile(const Params& params, const Step& step) {
     wait_bulk_stores_complete();
     __syncwarp();
     const PeerTiles& tiles = params.tiles;
-    const bool is_final = params.is_final(step.coord.row);
     const int lane = cutlass::canonical_lane_idx();
-    if (lane < (is_final ? params.order.parts - 1 : 1)) {
+    const int last = params.order.parts - 1;
+    int first = 0;
+    int end = last;
+    int32_t flag = params.flag(step.coord);
+    if (!params.is_final(step.coord.row)) {
+      if (params.adds_terms()) {  // the part's owner is so many ranks behind
+        first = last - 1 - plan::split_row(params.order, params.rows, step.coord.row).phase;
+        flag = params.flag_in_part(step.coord);
+      }
+      end = first + 1;
+    }
+    if (lane >= first && lane < end) {
       // Releases what the other lanes saw complete, too. A fence and a plain store take longer.
-      store_release_sys(tiles.announce[lane] + params.flag(step.coord), tile_number(tiles));  // [B]
+      store_release_sys(tiles.announce[lane] + flag, tile_number(tiles));  // [B]
     }
     __syncwarp();
   }
@@ -348,8 +449,9 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
       Tiles tiles(params, shared, role.team(), kTeams);
       Body::consume(
           params, shared, pipeline, load_pipeline, order, role.team(), tiles,
-          [&](const Step& step, const plan::TileRowPlace& place) {
+          [&](const Step& step, const plan::TileRowPlace& place, auto& sums, int thread) {
             pause(params.hold_ns(step.index, place));
+            finish_sums(params, step, place, sums, thread);
           },
           [&](const Step& step, const plan::TileRowPlace& place) {
             if (params.sends_messages()) {

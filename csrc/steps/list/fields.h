@@ -164,6 +164,8 @@ void fields(const Gemm& step, Visit& visit) {
   unless(visit, "announces", step.announces, false);
   unless(visit, "awaits_chunks", step.awaits_chunks, false);
   optional_field(visit, "arriving", step.arriving);
+  optional_field(visit, "terms_at", step.terms_at);
+  unless(visit, "rounds", step.rounds, false);
   unless(visit, "spread_ns", step.spread_ns, 0);
   unless(visit, "sends_messages", step.sends_messages, false);
   unless(visit, "ends_call", step.ends_call, false);
@@ -357,6 +359,8 @@ void fields(const MeetTiles& step, Visit& visit) {
   visit("first_awaited", step.first_awaited);
   visit("tiles", step.tiles);
   visit("distance", step.distance);
+  unless(visit, "announces", step.announces, true);
+  unless(visit, "awaits", step.awaits, true);
 }
 
 inline const char* name(const Announce&) {

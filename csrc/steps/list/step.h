@@ -67,8 +67,7 @@ struct Move {
   Where from;
   Where to;
   int64_t bytes = 0;
-  int32_t arrival =
-      0;  // after how many arrived chunks, of a GEMM that awaits them; or whose message
+  int32_t arrival = 0;  // after how many arrived chunks, of a GEMM that awaits them; or whose
 };
 
 // One launch of the plan's kernel. `order` and `map` say which rows of input and output a tile
@@ -91,6 +90,8 @@ struct Gemm {
   bool announces = false;         // single tiles to the ranks' GEMMs, and awaits those that it adds
   bool awaits_chunks = false;     // until the chunks' rows have arrived, WaitForPeers' steps
   std::optional<Where> arriving;  // where peers' mirrors arrive, to be copied into the output
+  std::optional<Where> terms_at;  // the ranks' terms of the part that comes last, in order
+  bool rounds = false;            // this rank's term, before others are added to it
   int32_t spread_ns = 0;          // over which a round's stores to peers leave
   // Outputs are messages to their ranks, announced to each with its last tile; the moves are those that come in.
   bool sends_messages = false;
@@ -242,13 +243,15 @@ struct Signal {
 // To every peer that nothing of the call is left to read in this rank's slot.
 struct EndCall {};
 
-// Announces tiles to the rank `distance` behind, after what the lane did before, and awaits as many of the rank that
-// is so far before, as GEMMs that announce do.
+// Announces tiles to the rank `distance` behind, after what the lane did before, and awaits as many of the rank so far
+// before, as GEMMs that announce do; or does one of both.
 struct MeetTiles {
   int64_t first_announced = 0;
   int64_t first_awaited = 0;
   int64_t tiles = 0;
   int32_t distance = 1;
+  bool announces = true;
+  bool awaits = true;
 };
 
 // To a peer that the data of a transfer, which has this flag, are there: after what its lane did before.

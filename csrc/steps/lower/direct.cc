@@ -94,12 +94,19 @@ class Direct {
       list_.made.tiles.result = output().buffer;
       return;
     }
-    // The framework's GEMM waits for no peer.
+    // Neither GEMM waits for a peer.
+    if (variant_.compute == Compute::kKernel) {
+      Gemm gemm = gemm_of_all();
+      gemm.outputs = {{{Buffer::kProduct}}};
+      list_.add_unchained(Lane::kCaller, gemm);
+      return;
+    }
     list_.add_unchained(Lane::kCaller,
                         LibraryGemm{0, {0, rows}, {Buffer::kInput}, {{Buffer::kProduct}}});
   }
 
-  void compute_and_send() {
+  // All rows, by the plan's kernel.
+  Gemm gemm_of_all() {
     Gemm gemm;
     const plan::TileOrder order = plan::tile_order(plan_);
     gemm.rows = {0, plan_.problem.m};
@@ -107,6 +114,11 @@ class Direct {
     gemm.order = list_.add_order(order);
     gemm.end_tile = order.num_tiles();
     gemm.ctas = ctas_beside(plan_, machine_);
+    return gemm;
+  }
+
+  void compute_and_send() {
+    Gemm gemm = gemm_of_all();
     gemm.spread_ns = spread_ns(plan_, machine_);
     if (!pieces_) {
       gemm.outputs = {{output()}};

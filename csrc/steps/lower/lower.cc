@@ -155,7 +155,9 @@ StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine&
     return lower_sequential(plan, rank, variant);
   }
   if (plan.problem.traits().gathers()) return lower_consume(plan, rank, machine, variant);
-  if (plan.collective == plan::Collective::kRing) return lower_ring(plan, rank, machine, variant);
+  if (plan.collective == plan::Collective::kRing || plan.collective == plan::Collective::kOwners) {
+    return lower_ring(plan, rank, machine, variant);
+  }
   return lower_produce(plan, rank, machine, variant);
 }
 

@@ -1,6 +1,7 @@
-// Reductions over peers, a part from rank to rank: in each phase a rank computes one part, adds what came from the rank
-// before, and passes the sum on. All phases are one launch, which announces and awaits single tiles; where the
-// framework computes, a phase follows the other.
+// Reductions over peers, a part after the other: in each phase a rank computes one part, its own last. A ring adds what
+// came from the rank before, and passes the sum on. With owners each part goes straight to its owner, who adds all terms
+// in the last phase. All phases are one launch, which announces and awaits single tiles; where the framework computes, a
+// phase follows the other.
 #include "plan/ring_order.h"
 #include "steps/lower/families.h"
 
@@ -16,6 +17,7 @@ class Ring {
         variant_(variant),
         ranks_(plan.problem.world_size),
         sends_on_(plan.problem.traits().all_reduces()),
+        owners_(plan.collective == plan::Collective::kOwners),
         part_rows_(plan::part_rows(plan)),
         row_bytes_(plan.problem.n * plan::moved_bytes(plan.problem)),
         part_bytes_(part_rows_ * row_bytes_),
@@ -56,14 +58,30 @@ class Ring {
 
   Where own_part() const { return {Buffer::kOutput, sends_on_ ? rank_ * part_bytes_ : 0}; }
 
+  // Parts in a slot before the finished ones: one of each phase but the last, or of each rank.
+  int32_t parts_before() const { return owners_ ? ranks_ : ranks_ - 1; }
+
   // Where `part`, finished, arrives in the memory of `rank`.
   Where finished(int32_t rank, int32_t part) const {
-    return {Buffer::kSlot, (ranks_ - 1 + part) * part_bytes_, rank};
+    return {Buffer::kSlot, (parts_before() + part) * part_bytes_, rank};
+  }
+
+  // With owners: where rank `from`'s term arrives in the memory of `owner`.
+  Where term(int32_t owner, int32_t from) const {
+    return {Buffer::kSlot, from * part_bytes_, owner};
   }
 
   // Where a phase stores, and what it adds: nothing the first one, else what came from the rank before.
   Target target(int32_t phase) const {
     Target target = {own_part()};
+    if (owners_) {
+      if (phase + 1 < ranks_) {
+        target.where = term(part_of(phase), rank_);
+      } else if (ranks_ == 2) {  // one source, as a ring's
+        target.adds = term(rank_, 1 - rank_);
+      }
+      return target;
+    }
     if (phase + 1 < ranks_) {
       target.where = {Buffer::kSlot, phase * part_bytes_, (rank_ + 1) % ranks_};
     }
@@ -96,6 +114,8 @@ class Ring {
       }
       gemm.arriving = finished(rank_, 0);
     }
+    gemm.rounds = owners_;
+    if (owners_ && ranks_ > 2) gemm.terms_at = term(rank_, 0);
     gemm.announces = true;
     gemm.spread_ns = spread_ns(plan_, machine_);
     gemm.ends_call = true;
@@ -109,7 +129,8 @@ class Ring {
   void compute_by_library(int32_t phase) {
     const int32_t part = part_of(phase);
     const bool last = phase + 1 == ranks_;
-    const Target target = this->target(phase);
+    Target target = this->target(phase);
+    if (owners_ && last) target = {term(rank_, rank_)};
     const Where place = last ? target.where : Where{Buffer::kPartial};
     const int64_t input_row_bytes = plan_.problem.k * plan::element_bytes(plan_.problem.dtype);
     list_.communicates = -1;
@@ -118,9 +139,39 @@ class Ring {
         Lane::kCaller,
         LibraryGemm{0, rows, {Buffer::kInput, rows.begin * input_row_bytes}, {place, target.adds}});
     list_.communicates = 0;
-    if (last) return;
+    if (last) {
+      if (owners_) add_terms();
+      return;
+    }
     list_.add(Lane::kCaller, Copy{place, target.where, bytes_of(part)});
-    list_.add(Lane::kCaller, MeetTiles{phase * part_tiles_, phase * part_tiles_, part_tiles_, 1});
+    if (owners_) {
+      announce_term(ranks_ - 1 - phase);
+    } else {
+      list_.add(Lane::kCaller, MeetTiles{phase * part_tiles_, phase * part_tiles_, part_tiles_, 1});
+    }
+  }
+
+  // To the owner so many ranks behind, before anything is awaited: its GEMM may hold all its SMs until this term comes.
+  void announce_term(int32_t distance) {
+    MeetTiles meet = {0, 0, part_tiles_, distance};
+    meet.awaits = false;
+    list_.add(Lane::kCaller, meet);
+  }
+
+  // Does the kernel's own work on the terms of this rank's part.
+  void add_terms() {
+    for (int32_t distance = 1; distance < ranks_; ++distance) {
+      MeetTiles meet = {0, (distance - 1) * part_tiles_, part_tiles_, distance};
+      meet.announces = false;
+      list_.add(Lane::kCaller, meet);
+    }
+    AddTerms add = {term(rank_, 0), own_part(), 0, 0};
+    const plan::Rows rows = plan::rows_of_part(plan_, rank_);
+    add.rows = rows.end - rows.begin;
+    add.terms = ranks_;
+    add.stride = part_bytes_;
+    add.bias = false;
+    list_.add(Lane::kCaller, add);
   }
 
   // Does the kernel's own work on final tiles.
@@ -149,6 +200,7 @@ class Ring {
   const Variant& variant_;
   const int32_t ranks_;
   const bool sends_on_;
+  const bool owners_;
   const int64_t part_rows_;
   const int64_t row_bytes_;  // of the product
   const int64_t part_bytes_;

@@ -178,7 +178,8 @@ double end_of(const Gemm& gemm, Walk& w, size_t id, double& begin_us) {
   if (gemm.counts) return count(w, order, begin_us);
   if (gemm.announces) return pass_on(w, gemm, begin_us);
   if (gemm.awaits_chunks) return await_chunks(w, gemm, order, begin_us);
-  if (w.plan.collective == plan::Collective::kDirect) return store(w, tiles, begin_us);
+  const bool after = w.plan.schedule == plan::Schedule::kSequential;
+  if (w.plan.collective == plan::Collective::kDirect && !after) return store(w, tiles, begin_us);
   if (gemm.sends_messages) return send_messages(w, gemm, tiles, begin_us);
   if (w.all_to_all) return launch_apart(w, gemm, begin_us);
   return launch(w, id, 0, tiles, gemm.ctas, begin_us);

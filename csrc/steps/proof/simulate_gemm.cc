@@ -140,9 +140,9 @@ void Simulation::compute(Node by, Here& here, const Gemm& step, const Piece& pie
     return;
   }
   const bool split = step.map.mode == plan::RowMap::Mode::kSplit;
-  const bool mirrors = !split || piece.phase + 1 == here.list->orders[at(step.order)].parts;
+  const bool last = !split || piece.phase + 1 == here.list->orders[at(step.order)].parts;
   const int32_t columns = here.list->orders[at(step.order)].tiles_n;
-  for (const TileRows& rows : piece.rows) compute_rows(by, here, step, rows, columns, mirrors);
+  for (const TileRows& rows : piece.rows) compute_rows(by, here, step, rows, columns, last);
 }
 
 void Simulation::compute_packed(Node by, Here& here, const Gemm& step, const Piece& piece) {
@@ -173,7 +173,7 @@ void Simulation::compute_packed(Node by, Here& here, const Gemm& step, const Pie
 }
 
 void Simulation::compute_rows(Node by, Here& here, const Gemm& step, const TileRows& rows,
-                              int32_t columns, bool mirrors) {
+                              int32_t columns, bool last) {
   const int64_t from_row = input_row_bytes(here);
   const int64_t to_row = row_bytes(here, step.weight);
   const auto moved = [](Where where, int64_t bytes) {
@@ -184,11 +184,23 @@ void Simulation::compute_rows(Node by, Here& here, const Gemm& step, const TileR
       moved(rows.own_input ? Where{Buffer::kInput} : step.input, rows.input_row * from_row);
   const Target& target = step.outputs[at(rows.output)];
   reads(by, by, here, input, rows.rows * from_row);
-  std::optional<std::pair<Key, int64_t>> adds;
-  if (target.adds) {
-    const Where source = moved(*target.adds, rows.output_row * to_row);
+  // The terms of the sum, in order; null: what this GEMM makes.
+  std::vector<std::optional<std::pair<Key, int64_t>>> terms;
+  const auto adds = [&](const Where& base) {
+    const Where source = moved(base, rows.output_row * to_row);
     reads(by, by, here, source, rows.rows * to_row);
-    adds = {key(here, source), source.offset};
+    terms.emplace_back(std::pair(key(here, source), source.offset));
+  };
+  if (target.adds) {
+    adds(*target.adds);
+    terms.emplace_back();
+  }
+  for (int32_t rank = 0; step.terms_at && last && rank < ranks_; ++rank) {
+    if (rank == here.rank) {
+      terms.emplace_back();
+    } else {
+      adds(moved(*step.terms_at, rank * step.map.part_rows * to_row));
+    }
   }
   std::vector<std::pair<Key, int64_t>> targets;
   const auto stores = [&](const Where& base) {
@@ -198,15 +210,19 @@ void Simulation::compute_rows(Node by, Here& here, const Gemm& step, const TileR
   };
   stores(target.where);
   for (const Where& mirror : step.mirrors) {
-    if (mirrors) stores(mirror);
+    if (last) stores(mirror);
   }
   const Key from = key(here, input);
   const int32_t turn = here.turn;
   effect(by, [=, this, &step] {
     std::vector<Run> made = product(read(from, input.offset, rows.rows * from_row, by), from_row,
                                     to_row, step.weight, turn, by);
-    if (adds) {
-      made = add({read(adds->first, adds->second, rows.rows * to_row, by), made}, false, by);
+    if (!terms.empty()) {
+      std::vector<std::vector<Run>> parts;
+      for (const auto& term : terms) {
+        parts.push_back(term ? read(term->first, term->second, rows.rows * to_row, by) : made);
+      }
+      made = add(parts, false, by);
     }
     // The padding of a part is nothing.
     if (rows.stored_rows > rows.rows) {
@@ -226,11 +242,19 @@ void Simulation::pass_tiles(const Span& span, Here& here, const Gemm& step, cons
   const int64_t end = int64_t{piece.end_row} * order.tiles_n;
   const Node by = span.last;
   reads_calls(span, here);
-  if (piece.phase > 0) {
+  const bool last = piece.phase + 1 == ranks_;
+  if (step.terms_at) {
+    for (int32_t distance = 1; last && distance < ranks_; ++distance) {
+      await_tiles(span, here, (distance - 1) * part + begin, (distance - 1) * part + end);
+    }
+    if (!last) announce_tiles(by, here, ranks_ - 1 - piece.phase, begin, end);
+  } else if (piece.phase > 0) {
     await_tiles(span, here, (piece.phase - 1) * part + begin, (piece.phase - 1) * part + end);
   }
-  if (piece.phase + 1 < ranks_) {
-    announce_tiles(by, here, 1, piece.phase * part + begin, piece.phase * part + end);
+  if (!last) {
+    if (!step.terms_at) {
+      announce_tiles(by, here, 1, piece.phase * part + begin, piece.phase * part + end);
+    }
   } else if (!step.mirrors.empty()) {
     for (int32_t distance = 1; distance < ranks_; ++distance) {
       announce_tiles(by, here, distance, piece.phase * part + begin, piece.phase * part + end);

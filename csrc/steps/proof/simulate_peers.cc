@@ -75,12 +75,16 @@ void Simulation::await_tiles(const Span& span, const Here& here, int64_t begin, 
 }
 
 void Simulation::take(Here& here, const MeetTiles& step, Span& span) {
-  announce_tiles(span.first, here, step.distance, step.first_announced,
-                 step.first_announced + step.tiles);
+  if (step.announces) {
+    announce_tiles(span.first, here, step.distance, step.first_announced,
+                   step.first_announced + step.tiles);
+  }
   end_of(here, span, "has seen its tiles");
   reads_calls(span, here);
-  await_tiles(span, here, step.first_awaited, step.first_awaited + step.tiles);
-  holds(here, span.first, span.last, 1, 1, true, true);
+  if (step.awaits) {
+    await_tiles(span, here, step.first_awaited, step.first_awaited + step.tiles);
+  }
+  holds(here, span.first, span.last, 1, 1, step.awaits, true);
 }
 
 // --- a program's transfers ---

@@ -223,7 +223,7 @@ class Simulation {
   void compute(Node node, Here& here, const Gemm& step, const Piece& piece);
   void compute_packed(Node node, Here& here, const Gemm& step, const Piece& piece);
   void compute_rows(Node node, Here& here, const Gemm& step, const TileRows& rows, int32_t columns,
-                    bool mirrors);
+                    bool last);
   void pass_tiles(const Span& span, Here& here, const Gemm& step, const Piece& piece);
   void collect(Here& here, const Gemm& step, const Span& span);
   void exchange(Here& here, const Gemm& step, const Span& span, Node made);

@@ -1,0 +1,233 @@
+"""``invariance="batch"``: a row's bits depend on the row, the weight and the number of ranks alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_torch
+from captures import capture
+from checks import Failures, message_of
+from operands import rank_device, world_name
+from overlap_torch import plan as plans
+from overlap_torch._layers.rmsnorm import allreduce_rmsnorm, gemm_allreduce_rmsnorm
+from overlap_torch.plan.types import Kernel
+
+ROWS = 720  # the ranks of all tests divide them
+SOME = (1, 2, 7, 64, 127, 128, 129, 300, 512)
+everywhere = pytest.mark.ranks(
+    (1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"), (3, "nccl"), (4, "nccl")
+)
+over_gpus = pytest.mark.ranks((2, "nccl"), (3, "nccl"), (4, "nccl"))
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return values.to(dtype).to(rank_device())
+
+
+def operands(dtype: torch.dtype, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's. Terms of mixed sizes: their order shows in the sum."""
+    rank = dist.get_rank()
+    return draw(rank, ROWS, k, dtype=dtype), draw(50 + rank, n, k, dtype=dtype) * 2.0 ** (rank % 3)
+
+
+def reduced(input: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    return overlap_torch.gemm_allreduce(input, weight, *rest, invariance="batch")
+
+
+def scattered(input: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    """All ranks' parts of a reduce-scatter: what an all-reduce has. The rows are padded."""
+    world, rows = dist.get_world_size(), input.shape[0]
+    padded = torch.nn.functional.pad(input, (0, 0, 0, -rows % world))
+    part = overlap_torch.gemm_reducescatter(padded, weight, *rest, invariance="batch")
+    parts = [torch.empty_like(part) for _ in range(world)]
+    dist.all_gather(parts, part)
+    return torch.cat(parts)[:rows]
+
+
+def in_order(terms: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in rank order, in float32 or wider, rounded once."""
+    dtype = terms[0].dtype
+    total = torch.zeros_like(terms[0], dtype=dtype if dtype == torch.float64 else torch.float32)
+    for term in terms:
+        total = total + term
+    return total.to(dtype)
+
+
+def terms_of(
+    call: Callable[..., torch.Tensor], input: torch.Tensor, weight: torch.Tensor
+) -> list[torch.Tensor]:
+    """Each rank's rounded product: the sum in which the other ranks have zeros."""
+    return [
+        call(input if rank == dist.get_rank() else torch.zeros_like(input), weight)
+        for rank in range(dist.get_world_size())
+    ]
+
+
+@everywhere
+@pytest.mark.parametrize("call", [reduced, scattered])
+@pytest.mark.parametrize(
+    ("dtype", "n", "k"),
+    [
+        (torch.bfloat16, 264, 520),
+        (torch.float16, 1032, 72),
+        (torch.float32, 40, 72),
+        (torch.bfloat16, 37, 41),  # which no kernel takes
+        (torch.float64, 40, 72),
+    ],
+    ids=str,
+)
+def test_batch_invariant_rows_have_the_same_bits(
+    failures: Failures, call: Callable[..., torch.Tensor], dtype: torch.dtype, n: int, k: int
+) -> None:
+    """Whatever the number of rows, their places and neighbours, and the op; the sum is in rank order."""
+    input, weight = operands(dtype, n, k)
+    right = in_order(terms_of(reduced, input, weight))
+    failures.expect_equal([call(input, weight)], [right], "all rows")
+    for rows in SOME:
+        failures.expect_equal([call(input[:rows], weight)], [right[:rows]], rows, "rows")
+        failures.expect_equal([call(input[-rows:], weight)], [right[-rows:]], rows, "last rows")
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).to(input.device)
+    failures.expect_equal([call(input[order], weight)], [right[order]], "other places")
+    beside = torch.full_like(input, float("nan"))
+    beside[5::7] = input[5::7]
+    failures.expect_equal([call(beside, weight)[5::7]], [right[5::7]], "beside NaN")
+    bias = draw(99, n, dtype=dtype)
+    failures.expect_equal([call(input[:300], weight, bias)], [right[:300] + bias], "bias")
+    other = weight.t().contiguous().t()
+    failures.expect_equal([call(input[:300], other)], [right[:300]], "a weight along N")
+    shifted = torch.empty(ROWS * k + 1, dtype=dtype, device=input.device)[1:].view(ROWS, k)
+    failures.expect_equal([call(shifted.copy_(input), weight)], [right], "an odd address")
+
+
+def plans_of(rows: int, n: int, k: int, op: str, kernel: Kernel) -> list[plans.Plan]:
+    world = dist.get_world_size()
+    problem = plans.Problem(rows, n, k, "bfloat16", world, op, invariance="batch")
+    made = [plans.templates.at_once(problem, kernel=kernel, schedule="sequential")]
+    if rows % world == 0 or (world == 2 and op == "gemm_allreduce"):
+        made.append(plans.templates.at_once(problem, kernel=kernel))
+    adds_terms = kernel == Kernel.SM90_PINGPONG or world == 2
+    if adds_terms and (world - 1) * -(-rows // world) < rows:
+        owners = {"kernel": kernel, "transport": "peer", "collective": "owners"}
+        made.append(plans.templates.row_panels(problem, 1, **owners))
+    return made
+
+
+@over_gpus
+@pytest.mark.peers
+@pytest.mark.parametrize("kernel", [Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE], ids=str)
+@pytest.mark.parametrize("op", ["gemm_allreduce", "gemm_reducescatter"])
+def test_batch_invariant_plans_have_the_same_bits(
+    failures: Failures, op: str, kernel: Kernel
+) -> None:
+    """Each plan that the mode allows, at rows on both sides of where plans change; in graphs, too."""
+    call = reduced if op == "gemm_allreduce" else scattered
+    input, weight = operands(torch.bfloat16, 1032, 520)
+    right = in_order(terms_of(reduced, input, weight))
+    bias = draw(99, 1032)
+    for rows in (1, 3, 128, 240, ROWS - 1, ROWS):
+        if op == "gemm_reducescatter" and rows % dist.get_world_size() != 0:
+            continue
+        for plan in plans_of(rows, 1032, 520, op, kernel):
+            with plans.use_plan(plan):
+                for turn in range(3):
+                    found = call(input[:rows], weight)
+                    failures.expect_equal([found], [right[:rows]], rows, str(plan), turn)
+                found = call(input[:rows], weight, bias)
+                failures.expect_equal([found], [right[:rows] + bias], rows, str(plan), "bias")
+                if call is reduced:
+                    graph, output = capture(lambda rows=rows: reduced(input[:rows], weight))
+                    output.fill_(float("nan"))
+                    graph.replay()
+                    failures.expect_equal([output], [right[:rows]], rows, str(plan), "graph")
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), (4, "nccl"))
+def test_batch_invariant_norms_have_the_same_bits(failures: Failures) -> None:
+    """Of a few rows and of many, where other kernels add them up."""
+    n, device = 1024, rank_device()
+    input, weight = operands(torch.bfloat16, n, 520)
+    residual, gain, bias = draw(7, ROWS, n), draw(8, n), draw(9, n)
+    fused = {"invariance": "batch", "fused": device.type == "cuda"}
+    partial = draw(60 + dist.get_rank(), ROWS, n)
+    for name, call, terms in (
+        ("gemm", lambda x, r: gemm_allreduce_rmsnorm(x, weight, r, gain, bias, **fused), input),
+        ("given", lambda x, r: allreduce_rmsnorm(x, r, gain, bias, **fused), partial),
+    ):
+        right = call(terms, residual)
+        for rows in SOME:
+            found = call(terms[:rows], residual[:rows])
+            failures.expect_equal(found, [one[:rows] for one in right], name, rows, "rows")
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_batch_invariant_calls_compile_and_have_gradients(failures: Failures) -> None:
+    input, weight = operands(torch.float32, 24, 16)
+    usual = overlap_torch.gemm_allreduce(input, weight)
+    failures.near(reduced(input, weight), usual, "value", rtol=1e-5, atol=1e-4)
+    compiled = torch.compile(reduced, fullgraph=True, dynamic=True)
+    for rows in (3, 130):
+        failures.expect_equal(
+            [compiled(input[:rows], weight)], [reduced(input[:rows], weight)], rows
+        )
+    for op in (overlap_torch.gemm_allreduce, overlap_torch.gemm_reducescatter):
+        grads = []
+        for invariance in ("none", "batch"):
+            x, w = input.clone().requires_grad_(), weight.clone().requires_grad_()
+            op(x, w, invariance=invariance).square().sum().backward()
+            grads.append((x.grad, w.grad))
+        for found, right in zip(*grads, strict=True):
+            failures.near(found, right, op.__name__, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_batch_invariance_is_checked(failures: Failures) -> None:
+    input, weight = operands(torch.bfloat16, 16, 16)
+    for call in (
+        overlap_torch.gemm_allreduce,
+        overlap_torch.gemm_reducescatter,
+        torch.compile(overlap_torch.gemm_allreduce, fullgraph=True),
+    ):
+        text = message_of(call, input, weight, invariance="world")
+        failures.holds("invariance is 'world'; allowed are None", text)
+    gather = plans.Problem(8, 8, 8, "bfloat16", 2, "allgather_gemm", invariance="batch")
+    text = message_of(plans.templates.make_sequential, gather, plans.machine())
+    failures.holds("allowed is none, as the op adds nothing between ranks", text)
+    # Calls that differ in nothing else are other problems.
+    if input.device.type == "cpu":
+        mine = "batch" if dist.get_rank() == 0 else "none"
+        text = message_of(overlap_torch.gemm_allreduce, input, weight, invariance=mine)
+        failures.holds("k=16 bfloat16 world_size=2 batch, rank 1 called", text)
+    rows = [row for row in torch.ops.overlap.plan_table() if row["group"] == world_name()]
+    failures.equal({row["invariance"] for row in rows} <= {"none", "batch"}, True)
+
+
+def test_batch_invariance_by_the_environment() -> None:
+    program = """
+import torch, torch.distributed as dist, overlap_torch
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x, w = torch.ones(3, 8), torch.ones(4, 8)
+overlap_torch.gemm_allreduce(x, w)
+overlap_torch.gemm_allreduce(x, w, invariance="none")
+overlap_torch.allgather_gemm(x, w)
+print(sorted((row["op"], row["invariance"]) for row in torch.ops.overlap.plan_table()))
+"""
+    environment = {**os.environ, "OVERLAP_INVARIANCE": "batch"}
+    made = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    right = [("allgather_gemm", "none"), ("gemm_allreduce", "batch"), ("gemm_allreduce", "none")]
+    assert made.stdout.strip() == str(right)
+    environment["OVERLAP_INVARIANCE"] = "world"
+    made = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert "OVERLAP_INVARIANCE is 'world'; it must be none or batch" in made.stderr
