@@ -35,7 +35,7 @@ from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParalle
 
 from .measure import Stopwatch, Times
 from .shapes import Block, parse_blocks
-from .study import Study
+from .study import Study, numbers
 from .tables import table
 
 EAGER = ("PyTorch", "overlap", "overlap, norms")
@@ -212,17 +212,13 @@ def _lines(block: Block, sequences: int, times: dict[str, Times]) -> Iterator[li
         yield [block.name, str(sequences), name, time.spread(), second, *ratios]
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",") if word]
-
-
 def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--blocks", default="llama-3-8b@1024,llama-3-70b@1024", help="MODEL@POSITIONS and so on")
     add("--layers", type=int, default=4)
     add("--vocabulary", type=int, default=32768)
-    add("--sequences", type=_numbers, default=[1, 2, 4, 8, 16, 32, 64])
-    add("--compiled", type=_numbers, default=[16], help="sequences at which compiled ones run, too")
+    add("--sequences", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
+    add("--compiled", type=numbers, default=[16], help="sequences at which compiled ones run, too")
     add("--repeats", type=int, default=9)
 
 

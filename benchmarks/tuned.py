@@ -170,7 +170,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--turns", type=int, default=15, help="behind each median")
     add("--seed", type=int, default=1)
     add("--best", type=int, default=0, metavar="N", help="of the first N candidates")
-    add("--json", help="a file for all times")
 
 
 STUDY = Study(options, measured, line, summaries)

@@ -303,7 +303,7 @@ def test_explain_command_measures_the_machine_by_its_ranks(ranks, monkeypatch) -
     if ranks.backend == "nccl" and rank_pool.shares_gpus():
         pytest.skip("the command starts a rank for each GPU")
     started = []
-    monkeypatch.setattr(explain, "launch", lambda *what: started.append(what))
+    monkeypatch.setattr(explain, "launch", lambda *what: started.append(what) or 0)
     device = "cpu" if ranks.backend == "gloo" else "cuda"
     assert main(["explain", *HERE, "--device", device]) == 0
     ((on, worker, asked),) = started
