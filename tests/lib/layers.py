@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -32,6 +33,11 @@ def fill_with_integers(module: torch.nn.Module) -> None:
     with torch.no_grad():
         for seed, parameter in enumerate(module.parameters()):
             parameter.copy_(integers(*parameter.shape, seed=100 + seed))
+
+
+def chain(**layers: torch.nn.Module) -> torch.nn.Sequential:
+    """A module with these layers, one after the other."""
+    return torch.nn.Sequential(OrderedDict(layers))
 
 
 def my_part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
