@@ -35,7 +35,7 @@ from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParalle
 
 from .measure import Stopwatch, Times
 from .shapes import Block, parse_blocks
-from .study import Study, numbers
+from .study import Study, check_close, numbers
 from .tables import table
 
 EAGER = ("PyTorch", "overlap", "overlap, norms")
@@ -193,9 +193,7 @@ def _rows(args: argparse.Namespace) -> Iterator[list[str]]:
                     model = model_of(name, block, sequences, args)
                     logits = model(tokens).float()
                     right = logits if right is None else right
-                    error = ((logits - right).norm() / right.norm()).item()
-                    if not error < MAX_ERROR:
-                        raise RuntimeError(f"{name}: the logits are off by {error:.3f}")
+                    check_close(f"{name}: the logits are", logits, right, MAX_ERROR)
                     _check_fused(name, model, args)
                     variants.append(_step(model, tokens))
                 times = watch.compare(mode, variants, args.repeats)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from overlap_torch._tools.launch import Ranks, add_options, launch
@@ -71,6 +72,13 @@ def prepare_models(args: argparse.Namespace, models: Collection[str]) -> None:
 def model_cases(args: argparse.Namespace) -> Iterator[tuple[str, int, bool]]:
     """Each model, number of tokens, and whether backward comes after forward."""
     return itertools.product(args.models, args.tokens, args.passes)
+
+
+def check_close(what: str, found: torch.Tensor, right: torch.Tensor, most: float) -> None:
+    """Raises RuntimeError unless the root mean square error is less than ``most`` of the right values': NaN fails, too."""
+    error = ((found - right).norm() / right.norm()).item()
+    if not error < most:
+        raise RuntimeError(f"{what} off by {error:.3f}")
 
 
 def pass_of(row: dict) -> str:
