@@ -83,13 +83,6 @@ class Operands:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def clone(self) -> Operands:
-        return Operands(
-            self.input.clone(),
-            self.weight.clone(),
-            None if self.bias is None else self.bias.clone(),
-        )
-
 
 def _generator(device: torch.device, *key: object) -> torch.Generator:
     return torch.Generator(device).manual_seed(zlib.crc32(repr(key).encode()))
