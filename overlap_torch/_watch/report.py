@@ -275,7 +275,7 @@ def report(model: torch.nn.Module | None = None) -> Report:
 
 
 def _rows(model: torch.nn.Module | None) -> list[ReportRow]:
-    known = _problems()
+    known = [_row(columns) for columns in torch.ops.overlap.plan_table()]
     if model is None:
         return known
     rows: list[ReportRow] = []
@@ -303,10 +303,6 @@ def _rows(model: torch.nn.Module | None) -> list[ReportRow]:
     rows += _fallbacks(model)
     rows.sort(key=lambda row: (places[row["layer"].split(", ")[0]], row["direction"] == "backward"))
     return rows + [problem for index, problem in enumerate(known) if index not in taken]
-
-
-def _problems() -> list[ReportRow]:
-    return [_row(columns) for columns in torch.ops.overlap.plan_table()]
 
 
 def _row(columns: Mapping[str, str]) -> ReportRow:

@@ -16,7 +16,7 @@ from checks import Failures, message_of
 from frameworks import check_training, megatron_groups, needs_megatron
 from frameworks import megatron_config as config
 from frameworks import megatron_gpt as gpt
-from layers import integers, my_features, my_tokens, ops_called
+from layers import OPS_OF_LAYERS, integers, my_features, my_tokens, ops_called
 from operands import difference, rank_device
 
 pytestmark = [
@@ -120,12 +120,7 @@ def test_megatron_layers_are_megatrons(failures: Failures) -> None:
 
 def test_megatron_layers_run_the_ops(failures: Failures) -> None:
     """The ops that run, and what the report says of the layers."""
-    for name, sequence, forward, backward in (
-        ("column", False, set(), {"gemm_allreduce"}),
-        ("column", True, {"allgather_gemm"}, {"gemm_reducescatter"}),
-        ("row", False, {"gemm_allreduce"}, set()),
-        ("row", True, {"gemm_reducescatter"}, {"allgather_gemm"}),
-    ):
+    for name, sequence, forward, backward in OPS_OF_LAYERS:
         with megatron_groups():
             _, layer = pair(name, config(sequence))
             input = operand(name, layer).clone().requires_grad_()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import overlap_torch
 from checks import Failures, message_of
-from frameworks import needs_transformers
+from frameworks import SMALL_MODEL, needs_transformers
 from graphs import Graphs, expect_counts
 from layers import op_counts
 from operands import as_torchrun_places, rank_device
@@ -24,28 +24,16 @@ from overlap_torch.integrations import transformers as integration
 
 pytestmark = needs_transformers
 
-LAYERS = 2
+LAYERS = SMALL_MODEL["num_hidden_layers"]
 TOKENS = 12
 
 
 def config_of(family: str):
     from transformers import LlamaConfig, Qwen3Config
 
-    sizes = {
-        "vocab_size": 60,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
     if family == "qwen3":
-        return Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)
-    return LlamaConfig(**sizes, attention_bias=True, mlp_bias=True)
+        return Qwen3Config(**SMALL_MODEL, head_dim=8, tie_word_embeddings=True)
+    return LlamaConfig(**SMALL_MODEL, attention_bias=True, mlp_bias=True)
 
 
 def saved(family: str, folder: str):

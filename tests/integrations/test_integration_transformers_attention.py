@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures, message_of
-from frameworks import needs_transformers
+from frameworks import SMALL_MODEL, needs_transformers
 from operands import rank_device
 from overlap_torch import Documents
 from overlap_torch.integrations import transformers as integration
@@ -21,17 +21,7 @@ def model_of(attention: str, **more):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=60,
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=None,
-        eos_token_id=None,
-        **more,
-    )
+    config = LlamaConfig(**SMALL_MODEL | {"hidden_size": 32}, **more)
     config._attn_implementation = attention
     return LlamaForCausalLM(config).to(rank_device(), torch.float64)
 

@@ -31,6 +31,20 @@ def needs_module(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
 
 
+# A language model's for transformers' configurations; 16 columns.
+SMALL_MODEL = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
 needs_transformers = needs("transformers", transformers.RELEASES, "transformers")
 needs_megatron = needs("megatron-core", ("0.19",), "megatron")
 needs_torchtitan = needs("torchtitan", ("0.3",), "torchtitan")

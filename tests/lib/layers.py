@@ -56,6 +56,15 @@ def my_tokens(tensor: torch.Tensor) -> torch.Tensor:
     return my_part(tensor, 0)
 
 
+# A layer's kind, whether tokens are cut, and the ops that run forward and backward.
+OPS_OF_LAYERS = (
+    ("column", False, set(), {"gemm_allreduce"}),
+    ("column", True, {"allgather_gemm"}, {"gemm_reducescatter"}),
+    ("row", False, {"gemm_allreduce"}, set()),
+    ("row", True, {"gemm_reducescatter"}, {"allgather_gemm"}),
+)
+
+
 def op_counts(job: Callable[[], object]) -> dict[str, int]:
     """How often each of this package's ops ran, in whatever thread; the ranks' comparison of calls is none of them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -77,6 +77,16 @@ class Case:
         )
 
 
+def in_layouts_of_rank(case: Case, turn: int, rank: int) -> Case:
+    """The case in other strides and alignments on every rank, and in every turn."""
+    # "expanded" changes the operands' values, not only their places; all ranks would have to take it.
+    inputs = [layout for layout in INPUT_LAYOUTS if layout != "expanded"]
+    return case.with_(
+        input_layout=inputs[(turn + rank) % len(inputs)],
+        weight_layout=WEIGHT_LAYOUTS[(turn + 3 * rank) % len(WEIGHT_LAYOUTS)],
+    )
+
+
 @dataclass
 class Operands:
     input: torch.Tensor
