@@ -6,7 +6,7 @@ from overlap_torch import plan as plans
 from overlap_torch.plan import Machine, Plan, Problem
 from overlap_torch.plan._library import parse_machine
 from overlap_torch.plan.templates import make_plan
-from overlap_torch.plan.types import DType
+from overlap_torch.plan.types import DType, Op
 
 
 def hopper(**changes: object) -> Machine:
@@ -39,7 +39,9 @@ def cpu(**changes: object) -> Machine:
 
 
 def big(**changes: object) -> Problem:
-    fields = {"m": 8192, "n": 8192, "k": 7168, "dtype": DType.BFLOAT16, "world_size": 2}
+    """A large one; an all-to-all's rows differ by rank, so that it has none."""
+    rows = 0 if changes.get("op") == Op.GEMM_ALLTOALL else 8192
+    fields = {"m": rows, "n": 8192, "k": 7168, "dtype": DType.BFLOAT16, "world_size": 2}
     return Problem(**{**fields, **changes})
 
 

@@ -126,7 +126,7 @@ def test_planner_takes_phases_for_rows_that_are_no_equal_parts(world: int) -> No
     ids=str,
 )
 def test_planner_takes_peers_for_an_all_to_all(changes, kernel: Kernel, world: int) -> None:
-    problem = big(m=0, op=Op.GEMM_ALLTOALL, world_size=world, **changes)
+    problem = big(op=Op.GEMM_ALLTOALL, world_size=world, **changes)
     for windows in (False, True):
         machine = fast(windows=windows)
         plan = make_plan(problem, machine)
@@ -149,7 +149,7 @@ def test_planner_takes_peers_for_an_all_to_all(changes, kernel: Kernel, world: i
 @pytest.mark.parametrize("op", list(Op.__members__.values()), ids=str)
 @pytest.mark.parametrize("machine", [fast(), fast(peer_gbps=0.0), slow()], ids=str)
 def test_planner_leaves_float64_on_gpus_to_the_composition(op, machine: Machine) -> None:
-    problem = big(m=0 if op == Op.GEMM_ALLTOALL else 8192, op=op, dtype=DType.FLOAT64)
+    problem = big(op=op, dtype=DType.FLOAT64)
     assert [one.schedule for one in plans.candidates(problem, machine)] == [Schedule.SEQUENTIAL]
     assert make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
 
@@ -170,7 +170,7 @@ def test_planner_leaves_float64_on_gpus_to_the_composition(op, machine: Machine)
     ids=str,
 )
 def test_planner_leaves_other_all_to_alls_to_nccl(changes, machine: Machine, ctas: int) -> None:
-    plan = make_plan(big(m=0, op=Op.GEMM_ALLTOALL, **changes), machine)
+    plan = make_plan(big(op=Op.GEMM_ALLTOALL, **changes), machine)
     plan.validate()
     assert [chunk.transport for chunk in plan.chunks] == [Transport.NCCL]
     assert (plan.schedule, plan.collective) == (Schedule.OVERLAPPED, Collective.ALL_TO_ALL)
@@ -185,7 +185,7 @@ def stores(
     resources: plans.types.Resources | None = None,
     **changes: object,
 ) -> bool:
-    problem = big(m=0, op=Op.GEMM_ALLTOALL, world_size=len(send_rows), **changes)
+    problem = big(op=Op.GEMM_ALLTOALL, world_size=len(send_rows), **changes)
     plan = make_all_to_all(problem, kernel, resources, 0, Transport.PEER)
     return _plan_test.stores_messages(plan, machine, rank, send_rows)
 
@@ -260,7 +260,7 @@ def test_all_to_all_of_two_ranks_is_in_one_launch_where_that_was_faster(
 )
 def test_all_to_all_of_two_ranks_computes_apart_where_that_was_faster(shape, apart) -> None:
     m, n, k = shape
-    problem = big(m=0, n=n, k=k, op=Op.GEMM_ALLTOALL)
+    problem = big(n=n, k=k, op=Op.GEMM_ALLTOALL)
     plan = make_all_to_all(problem, Kernel.SM90_PINGPONG)
     machine = hopper(windows=True)
     halves = [m // 2, m - m // 2]

@@ -127,7 +127,7 @@ def test_explain_says_what_the_planner_would_take_in_place_of_a_plan_by_hand() -
 
 
 def test_explain_of_an_all_to_all_takes_its_rows() -> None:
-    problem = big(m=0, n=4096, k=4096, op=Op.GEMM_ALLTOALL)
+    problem = big(n=4096, k=4096, op=Op.GEMM_ALLTOALL)
     plan = make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(comm_sms=24), 24, "nccl")
     told = plan.explain(WINDOWS, send_rows=[4096, 2048], receive_rows=[4096, 1024])
     (message,) = [step for step in told.steps if step.kind == "send_receive"]
@@ -244,7 +244,7 @@ def test_plan_plot_writes_a_file(tmp_path, suffix: str) -> None:
 
 def test_plan_plot_of_an_all_to_all_has_no_tiles() -> None:
     pytest.importorskip("matplotlib")
-    problem = big(m=0, n=4096, k=4096, op=Op.GEMM_ALLTOALL)
+    problem = big(n=4096, k=4096, op=Op.GEMM_ALLTOALL)
     plan = make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(), 24, "peer")
     figure = draw(plan, PEERS, [[4096, 2048], [1024, 4096]])
     assert len(figure.axes) == 1
