@@ -19,8 +19,9 @@ from overlap_torch._tools.launch import Ranks, add_options, current_device, laun
 from overlap_torch._watch import timeline
 from overlap_torch._watch.drawing import GEMM, Bar
 from overlap_torch._watch.trace import trace
-from overlap_torch.plan import Plan, Problem, plan_for, set_plan
+from overlap_torch.plan import Plan, Problem, set_plan
 from overlap_torch.plan._explain import H200
+from overlap_torch.plan._library import plan_of
 from overlap_torch.plan.templates import make_all_to_all, row_panels
 from overlap_torch.plan.types import Op, Schedule
 
@@ -150,9 +151,7 @@ def _choose_plan(demo: _Demo, device: torch.device, group: str) -> tuple[Plan, s
     gains little time, and the planner may rightly prefer the sequence.
     """
     problem = demo.problem(dist.get_world_size())
-    plan = plan_for(
-        problem.m, problem.n, problem.k, demo.dtype, device=device, group=group, op=problem.op
-    )
+    plan = plan_of(problem, device, group)
     rows = demo.m // problem.row_parts
     alone = dist.get_world_size() == 1 or rows < 2
     if device.type == "cuda" or plan.schedule == Schedule.OVERLAPPED or alone:
