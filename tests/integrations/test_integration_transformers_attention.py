@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
-from checks import Failures, message_of
+from checks import Failures
 from frameworks import SMALL_MODEL, needs_transformers
 from operands import rank_device
 from overlap_torch import Documents
@@ -75,21 +75,16 @@ def test_transformers_attention_refuses_by_name(failures: Failures) -> None:
     with integration.register_attention() as handle:
         for expected, config, keywords in cases:
             model = model_of("overlap", **config).train()
-            said = message_of(model, ids, use_cache=False, **keywords)
-            failures.expect(None if expected in said else f"said {said!r}", expected)
+            failures.raises(expected, model, ids, use_cache=False, **keywords)
         attention = handle._attention
         operands = [torch.zeros(1, 2, 8, 4, dtype=torch.float64, device=rank_device())] * 3
         for name in ("sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q"):
-            said = message_of(attention.attention, None, *operands, None, **{name: 4})
-            failures.expect(None if f"but not {name}" in said else f"said {said!r}", name)
+            given = {name: 4}
+            failures.raises(f"but not {name}", attention.attention, None, *operands, None, **given)
         from transformers import masking_utils
 
         window = masking_utils.sliding_window_causal_mask_function(4)
-        said = message_of(attention.mask, 1, 8, 8, mask_function=window)
-        failures.expect(None if "the mask of and_masks" in said else f"said {said!r}", "window")
-        said = message_of(attention.mask, 1, 1, 8)
-        failures.expect(None if "a cache (1 queries with 8 keys)" in said else f"said {said!r}")
-        said = message_of(integration.register_attention)
-        failures.expect(None if "has an attention 'overlap'" in said else f"said {said!r}")
-    said = message_of(model_of, "overlap")
-    failures.expect(None if "overlap" in said else "was not undone", "undo")
+        failures.raises("the mask of and_masks", attention.mask, 1, 8, 8, mask_function=window)
+        failures.raises("a cache (1 queries with 8 keys)", attention.mask, 1, 1, 8)
+        failures.raises("has an attention 'overlap'", integration.register_attention)
+    failures.raises("overlap", model_of, "overlap")  # undone
