@@ -166,14 +166,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=15)
 
 
-def _prepare(args: argparse.Namespace) -> None:
-    prepare_models(args, MODELS)
-
-
 def _summary(found: list[dict], args: argparse.Namespace) -> str:
     head = ["model", "tokens", "pass", "sequence, us (10 to 90 %)"]
     head += [*(f"{name}, us" for name in OPTIONS), *(f"speed-up: {name}" for name in OPTIONS)]
     return table(head, [_cells(row) for row in found])
 
 
+_prepare = functools.partial(prepare_models, models=MODELS)
 STUDY = Study(_options, _rows, lambda row: "", _summary, _prepare)

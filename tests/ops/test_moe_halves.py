@@ -180,7 +180,8 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
     failures.expect(difference(output, overlap_torch.moe(*low)), "autocast")
 
 
-def check_second_order() -> bool:
+@pytest.mark.ranks((1, "gloo"), (1, "nccl"))
+def test_moe_second_order(failures: Failures) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 3), (3, 2), (2, 4, 3), (2, 3, 2)]
     inputs = [
@@ -194,12 +195,8 @@ def check_second_order() -> bool:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an operator without gradients warns
-        return torch.autograd.gradgradcheck(function, [t.requires_grad_() for t in inputs])
-
-
-@pytest.mark.ranks((1, "gloo"), (1, "nccl"))
-def test_moe_second_order(ranks):
-    assert all(ranks.run(check_second_order))
+        right = torch.autograd.gradgradcheck(function, [t.requires_grad_() for t in inputs])
+    failures.equal(right, True)
 
 
 WRONG = [
@@ -256,15 +253,12 @@ def test_moe_errors_come_before_anything_is_sent(failures: Failures) -> None:
     failures.expect(None if overlap_torch.moe(*operands(False)).isfinite().all() else "not finite")
 
 
-def check_widths_differ() -> list[str]:
-    x, ids, *_ = operands(False)
-    return message_of(overlap_torch.moe_dispatch, x[:, : 8 - dist.get_rank()], ids, num_experts=4)
-
-
 @pytest.mark.ranks((2, "gloo"))
-def test_moe_ranks_that_differ_all_raise(ranks):
-    messages = ranks.run(check_widths_differ)
-    assert all("all-to-all of rows of [8]" in m and "[7]" in m for m in messages), messages
+def test_moe_ranks_that_differ_all_raise(failures: Failures) -> None:
+    x, ids, *_ = operands(False)
+    x = x[:, : 8 - dist.get_rank()]
+    message = message_of(overlap_torch.moe_dispatch, x, ids, num_experts=4)
+    failures.says(message, ("all-to-all of rows of [8]", "[7]"))
 
 
 @pytest.mark.parametrize("experts", [4, 5])
