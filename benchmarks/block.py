@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -266,19 +266,8 @@ def run(
         *(_every_turn(styled_step, module, operands.x, operands.grad) for module in modules),
     ]
     bounds = _bounds(stopwatch, operands, variant)
-    subject = report.Subject(
-        op="block",
-        group=block.name,
-        label=str(block),
-        fields={
-            "block": block.name,
-            "hidden": block.hidden,
-            "heads": block.heads,
-            "kv_heads": block.kv_heads,
-            "intermediate": block.intermediate,
-            "tokens": block.tokens,
-        },
-    )
+    fields = {"block" if key == "name" else key: value for key, value in asdict(block).items()}
+    subject = report.Subject(op="block", group=block.name, label=str(block), fields=fields)
     for mode in (mode for mode in options.modes if mode in MODES):
         sequence, op, *others = stopwatch.compare(mode, variants, options.repeats(mode))
         timed = report.Timed(

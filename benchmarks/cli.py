@@ -10,10 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.multiprocessing
-
 from overlap_torch._tools import bench as _bench_entry
-from overlap_torch._tools.launch import Ranks, launch
+from overlap_torch._tools.launch import Ranks, add_options, launch
 
 from . import block, computations, gemm, measure, plans, pytorch_ops, shapes
 from .options import Options
@@ -93,8 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the baselines' fused ops run the stand-ins of overlap_torch.replace_symm_mem()",
     )
-    add("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU; for only gemm 1)")
-    add("--device", choices=["cuda", "cpu"], help="default: cuda if there is a GPU")
+    add_options(parser, world="all GPUs, or 2 on CPU; for only gemm 1")
     add(
         "--slow-link",
         action="store_true",
@@ -284,8 +281,4 @@ def _fast_accum(given: bool, scales: str | None) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status: 1 if a result was wrong or nothing was measured, 2 for a bad command line."""
     ranks, options = options_of(list(sys.argv[1:] if argv is None else argv))
-    try:
-        launch(ranks, _bench_entry.run_rank, pickle.dumps(options))
-    except torch.multiprocessing.ProcessExitedException as error:
-        return error.exit_code or 1
-    return 0
+    return launch(ranks, _bench_entry.run_rank, pickle.dumps(options))

@@ -241,6 +241,4 @@ class Computations:
         equal = [
             all(map(torch.equal, computation(*operands), expected)) for computation in computations
         ]
-        agreed = torch.tensor(equal, device=self._device, dtype=torch.int32)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-        return [bool(flag) for flag in agreed.tolist()]
+        return measure.on_all_ranks(equal, self._device)

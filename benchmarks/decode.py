@@ -35,7 +35,7 @@ from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParalle
 
 from .measure import Stopwatch, Times
 from .shapes import Block, parse_blocks
-from .study import Study
+from .study import Study, check_close, numbers
 from .tables import table
 
 EAGER = ("PyTorch", "overlap", "overlap, norms")
@@ -193,9 +193,7 @@ def _rows(args: argparse.Namespace) -> Iterator[list[str]]:
                     model = model_of(name, block, sequences, args)
                     logits = model(tokens).float()
                     right = logits if right is None else right
-                    error = ((logits - right).norm() / right.norm()).item()
-                    if not error < MAX_ERROR:
-                        raise RuntimeError(f"{name}: the logits are off by {error:.3f}")
+                    check_close(f"{name}: the logits are", logits, right, MAX_ERROR)
                     _check_fused(name, model, args)
                     variants.append(_step(model, tokens))
                 times = watch.compare(mode, variants, args.repeats)
@@ -212,17 +210,13 @@ def _lines(block: Block, sequences: int, times: dict[str, Times]) -> Iterator[li
         yield [block.name, str(sequences), name, time.spread(), second, *ratios]
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",") if word]
-
-
 def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--blocks", default="llama-3-8b@1024,llama-3-70b@1024", help="MODEL@POSITIONS and so on")
     add("--layers", type=int, default=4)
     add("--vocabulary", type=int, default=32768)
-    add("--sequences", type=_numbers, default=[1, 2, 4, 8, 16, 32, 64])
-    add("--compiled", type=_numbers, default=[16], help="sequences at which compiled ones run, too")
+    add("--sequences", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
+    add("--compiled", type=numbers, default=[16], help="sequences at which compiled ones run, too")
     add("--repeats", type=int, default=9)
 
 

@@ -6,7 +6,6 @@ Beside torch.mm, or in fp8 torch._scaled_mm with the same scales and fast accumu
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from overlap_torch import plan as plan_api
 from overlap_torch._tools import verify
@@ -156,9 +155,7 @@ def exact(plan: Plan, dtype: torch.dtype, device: torch.device, scales: str | No
         operands = (operands[0].to(dtype), operands[1].to(torch.float8_e4m3fn), *ones)
     buffer = _signalling(plan_api.files.encode(plan), *operands)
     equal = torch.equal(output_of(plan, buffer), _library(*operands))
-    agreed = torch.tensor([int(equal)], device=device, dtype=torch.int32)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    return bool(agreed.item())
+    return measure.on_all_ranks([equal], device)[0]
 
 
 def output_of(plan: Plan, buffer: torch.Tensor) -> torch.Tensor:

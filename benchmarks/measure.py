@@ -176,9 +176,14 @@ class Stopwatch:
 def _one_host(device: torch.device) -> bool:
     """True if all ranks run on one host. Collective."""
     own = list(Path("/proc/sys/kernel/random/boot_id").read_bytes())
-    equal = torch.tensor([own == broadcast_integers(own, group_name())], device=device).int()
-    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
-    return bool(equal.item())
+    return on_all_ranks([own == broadcast_integers(own, group_name())], device)[0]
+
+
+def on_all_ranks(facts: Sequence[bool], device: torch.device) -> list[bool]:
+    """True for each fact that holds on every rank. Collective."""
+    agreed = torch.tensor(facts, device=device, dtype=torch.int32)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return [bool(flag) for flag in agreed.tolist()]
 
 
 def _row(variant: Variant, calls: int, turn: int) -> None:

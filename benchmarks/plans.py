@@ -9,7 +9,8 @@ import torch
 
 from overlap_torch import plan as plan_api
 from overlap_torch._ops.group import broadcast_integers
-from overlap_torch.plan import Plan
+from overlap_torch.plan import Plan, Problem
+from overlap_torch.plan._library import plan_of
 
 __all__ = ["OPS", "MeasuredProblem", "Plan", "parse"]
 
@@ -48,34 +49,17 @@ def parse(text: str) -> list[Plan]:
 class MeasuredProblem:
     """A problem on this rank's device in the default group, and the plan table's entry for it."""
 
-    op: str
-    m: int  # 0 for an all-to-all: its rows differ by rank, and its plan is one for all
-    n: int
-    k: int
-    dtype: torch.dtype
+    problem: Problem
     device: torch.device
     group: str
-    recipe: str = "none"  # of scaled operands
-    fast_accum: bool = False
 
     def fitting(self, text: str) -> list[Plan]:
         """The plans in JSON that are for this problem."""
-        problem = self.current().problem
-        return [plan for plan in parse(text) if plan.problem == problem]
+        return [plan for plan in parse(text) if plan.problem == self.problem]
 
     def current(self) -> Plan:
         """The plan that the op uses now."""
-        return plan_api.plan_for(
-            self.m,
-            self.n,
-            self.k,
-            self.dtype,
-            device=self.device,
-            group=self.group,
-            op=self.op,
-            recipe=self.recipe,
-            fast_accum=self.fast_accum,
-        )
+        return plan_of(self.problem, self.device, self.group)
 
     def set(self, plan: Plan) -> None:
         """Makes the op use the plan for this problem. Collective: every rank sets the same."""
@@ -90,7 +74,8 @@ class MeasuredProblem:
         nobody has measured any. Collective."""
         machine = plan_api.machine(self.device, self.group)
         chosen = []  # each plan's length, then the plan
-        for plan in plan_api.candidates(self.current().problem, machine, self.recipe != "none"):
+        scaled = self.problem.recipe != plan_api.types.Recipe.NONE
+        for plan in plan_api.candidates(self.problem, machine, scaled):
             code = plan_api.files.encode(plan)
             chosen += [len(code), *code]
         chosen = broadcast_integers(chosen, self.group)

@@ -15,7 +15,7 @@ import overlap_torch
 from overlap_torch._tools.launch import current_device
 
 from .measure import Stopwatch, Times
-from .study import Study
+from .study import Study, numbers
 from .tables import table
 
 VARIANTS = ("fused", "not fused", "NCCL, compiled norm", "GEMM")
@@ -78,18 +78,13 @@ def _cells(row: dict) -> list[str]:
     return [str(row["m"]), str(row["n"]), *spread, f"{times[2].median / times[0].median:.2f}"]
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
-
-
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=_numbers, default=[1, 6, 16, 64, 128, 512])
-    parser.add_argument("--columns", type=_numbers, default=[4096, 6144, 8192])
+    parser.add_argument("--rows", type=numbers, default=[1, 6, 16, 64, 128, 512])
+    parser.add_argument("--columns", type=numbers, default=[4096, 6144, 8192])
     parser.add_argument("--gemm", action="store_true", help="begin with a GEMM, of K / ranks")
     parser.add_argument("--k", type=int, default=8192, help="of all ranks")
     parser.add_argument("--mode", choices=["graph", "call", "row"], default="graph")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", help="a file for the rows")
 
 
 def _summary(found: list[dict], args: argparse.Namespace) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from overlap_torch._tools.launch import Ranks, launch
+from overlap_torch._tools.launch import Ranks, add_options, launch
 
 NAMES = {
     "tuned": "tuned plans beside the planner's and the sequence, over random problems",
@@ -45,6 +47,47 @@ class Study:
     prepare: Callable[[argparse.Namespace], None] = lambda args: None
 
 
+# --- options that several studies have ------------------------------------------------------------------------
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",") if word]
+
+
+def add_models(parser: argparse.ArgumentParser, models: Iterable[str], tokens: str) -> None:
+    """``--models``, ``--tokens`` (``tokens`` says whose) and ``--passes``."""
+    known = ",".join(name for name in models if name != "tiny")
+    parser.add_argument("--models", default=known, help=f"of {', '.join(models)}")
+    parser.add_argument("--tokens", type=numbers, help=tokens)
+    parser.add_argument("--passes", default="forward,both")
+
+
+def prepare_models(args: argparse.Namespace, models: Collection[str]) -> None:
+    args.models = args.models.split(",")
+    args.passes = [each == "both" for each in args.passes.split(",")]
+    if unknown := set(args.models) - set(models):
+        raise ValueError(f"--models: {', '.join(sorted(unknown))}: choose from {', '.join(models)}")
+
+
+def model_cases(args: argparse.Namespace) -> Iterator[tuple[str, int, bool]]:
+    """Each model, number of tokens, and whether backward comes after forward."""
+    return itertools.product(args.models, args.tokens, args.passes)
+
+
+def check_close(what: str, found: torch.Tensor, right: torch.Tensor, most: float) -> None:
+    """Raises RuntimeError unless the root mean square error is less than ``most`` of the right values': NaN fails, too."""
+    error = ((found - right).norm() / right.norm()).item()
+    if not error < most:
+        raise RuntimeError(f"{what} off by {error:.3f}")
+
+
+def pass_of(row: dict) -> str:
+    return "forward and backward" if row["backward"] else "forward"
+
+
+# --- running them ---------------------------------------------------------------------------------------------
+
+
 def run_rank(args: argparse.Namespace) -> None:
     """Does the work of each rank."""
     study = importlib.import_module(f".{args.study}", __package__).STUDY
@@ -60,7 +103,7 @@ def run_rank(args: argparse.Namespace) -> None:
     if summary := study.summary(rows, args):
         print(summary)
     print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr)
-    if getattr(args, "json", None):
+    if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
@@ -82,8 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     study = module.STUDY
     study.options(parser)
-    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
-    parser.add_argument("--device", choices=["cuda", "cpu"])
+    parser.add_argument("--json", help="a file for the rows")
+    add_options(parser)
     args = parser.parse_args(argv[1:])
     args.study = name
     try:
@@ -92,5 +135,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     args.device = ranks.device_type
-    launch(ranks, run_rank, args)
-    return 0
+    return launch(ranks, run_rank, args)

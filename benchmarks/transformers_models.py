@@ -25,7 +25,7 @@ from overlap_torch._tools.launch import current_device
 from overlap_torch.integrations import transformers as integration
 
 from .measure import Stopwatch, Times, Variant
-from .study import Study
+from .study import Study, check_close
 from .tables import table
 
 WORK = ("prefill", "step", "decode")
@@ -115,11 +115,9 @@ def check(
     """Raises RuntimeError where logits are not those of transformers' own styles."""
     tokens = torch.randint(0, job.sizes["vocab_size"], (1, job.tokens), device=device)
     dist.broadcast(tokens, 0)
-    right, *others = ((name, prefill(model, tokens).float()) for name, model in models.items())
-    for name, logits in others:
-        error = ((logits - right[1]).norm() / right[1].norm()).item()
-        if not error < MAX_ERROR:
-            raise RuntimeError(f"{name}: the logits are off by {error:.3f} of transformers' own")
+    found = {name: prefill(model, tokens).float() for name, model in models.items()}
+    for name, logits in found.items():
+        check_close(f"{name}: the logits are", logits, found["transformers"], MAX_ERROR)
 
 
 def measured(

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from overlap_torch._tools.launch import current_device
+from overlap_torch._tune.choose import ranked
 from overlap_torch._tune.command import OPS
 from overlap_torch._tune.session import Session, default_session, words
 from overlap_torch.plan import Plan, Problem, machine
@@ -71,7 +72,7 @@ class Entry:
 
 def fastest(session: Session, problem: Problem, job: argparse.Namespace) -> Plan:
     """The fastest of the sequence and the model's first candidates; the same on all ranks."""
-    plans = session.ranked(problem, job.best)
+    plans = ranked(problem, session.machine, job.best)
     found = session.measure(problem, plans, "call", 2 * job.turns)
     return plans[min(found["right"], key=lambda i: found["us"][i])]
 
@@ -169,7 +170,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--turns", type=int, default=15, help="behind each median")
     add("--seed", type=int, default=1)
     add("--best", type=int, default=0, metavar="N", help="of the first N candidates")
-    add("--json", help="a file for all times")
 
 
 STUDY = Study(options, measured, line, summaries)

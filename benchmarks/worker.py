@@ -13,6 +13,7 @@ import torch.distributed as dist
 import overlap_torch
 from overlap_torch._ops import group_name
 from overlap_torch._tools.launch import current_device
+from overlap_torch.plan import Problem
 
 from . import block, gemm, losses, measure, plans, report
 from .computations import Case, Computations, cases
@@ -87,22 +88,19 @@ class _CaseRun:
         self._options, self._writer, self._stopwatch = options, writer, stopwatch
         dtype = getattr(torch, options.dtype)
         shape = case.shape
-        self._problem = (
-            plans.MeasuredProblem(
-                case.op,
-                0 if case.split else shape.m,
-                shape.n,
-                shape.k,
-                dtype,
-                stopwatch.device,
-                group,
-                "none" if options.scales is None else f"{options.scales}_wise",
-                options.fast_accum,
-            )
-            if case.op in plans.OPS
-            else None
-        )
         sizes = {"m": shape.m, "n": shape.n, "k": shape.k}
+        self._problem = None
+        if case.op in plans.OPS:
+            problem = Problem(
+                # The rows of an all-to-all differ by rank, and its plan is one for all.
+                **sizes | ({"m": 0} if case.split else {}),
+                dtype=dtype,
+                world_size=dist.get_world_size(),
+                op=case.op,
+                recipe="none" if options.scales is None else f"{options.scales}_wise",
+                fast_accum=options.fast_accum,
+            )
+            self._problem = plans.MeasuredProblem(problem, stopwatch.device, group)
         self._subject = report.Subject(
             op=case.op,
             group=f"{shape.group} {case.split}".rstrip(),

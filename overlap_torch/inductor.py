@@ -22,8 +22,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ __all__ = [
     "report",
 ]
 
+_SLOT = "post_grad_custom_pre_pass"  # of Inductor's configuration
 _log = logging.getLogger(__name__)
 _SOURCES = sorted(Path(_inductor.__file__).parent.glob("*.py"))
 _VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
@@ -99,24 +100,6 @@ class _Pass(CustomGraphPass):
         return None if previous is None else (*key, previous)
 
 
-class _Enabled:
-    """The result of :func:`enable`: a context at whose end the slot is as it was before."""
-
-    def __init__(self, before: Any) -> None:
-        self._before = before
-
-    def __enter__(self) -> _Enabled:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        config.post_grad_custom_pre_pass = self._before
-
-
 def _settings(strict: bool, groups: Iterable[Group] | None) -> Settings:
     names = None if groups is None else tuple(sorted({group_name(group) for group in groups}))
     return Settings(strict, names)
@@ -127,7 +110,7 @@ def _chained(settings: Settings) -> _Pass:
     return _Pass(settings, previous.previous if isinstance(previous, _Pass) else previous)
 
 
-def enable(*, strict: bool = False, groups: Iterable[Group] | None = None) -> _Enabled:
+def enable(*, strict: bool = False, groups: Iterable[Group] | None = None) -> ExitStack:
     """Lets Inductor put the ops into the graphs that this process compiles from now on.
 
     Every rank calls it alike, before the model is first called: graphs already compiled stay as they are. It takes
@@ -144,9 +127,10 @@ def enable(*, strict: bool = False, groups: Iterable[Group] | None = None) -> _E
         A context manager, at whose end the slot is as it was before. Backward is compiled at its first call, and has to be
         within it.
     """
-    before = config.post_grad_custom_pre_pass
+    enabled = ExitStack()
+    enabled.callback(setattr, config, _SLOT, config.post_grad_custom_pre_pass)
     config.post_grad_custom_pre_pass = _chained(_settings(strict, groups))
-    return _Enabled(before)
+    return enabled
 
 
 def disable() -> None:
@@ -199,5 +183,5 @@ def backend(
     if mode is not None:
         patches.update(torch._inductor.list_mode_options(mode))
     patches.update(options or {})
-    patches["post_grad_custom_pre_pass"] = _chained(_settings(strict, groups))
+    patches[_SLOT] = _chained(_settings(strict, groups))
     return compile_fx(model, inputs, config_patches=patches)

@@ -86,16 +86,7 @@ class OverlapColwiseParallel(ColwiseParallel):
         if not is_plain_linear(module):
             return super()._apply(module, device_mesh)
         placements = {"weight": Shard(0), "bias": Shard(0)}
-        let_compile()
-        _distribute(module, device_mesh, placements, self.src_data_rank)
-        return replace_forward(
-            module,
-            OverlapColwiseLinear,
-            device_mesh,
-            self.input_layouts[0],
-            self.output_layouts[0],
-            self.use_local_output,
-        )
+        return _overlapped(self, module, OverlapColwiseLinear, device_mesh, placements)
 
 
 class OverlapRowwiseParallel(RowwiseParallel):
@@ -118,17 +109,8 @@ class OverlapRowwiseParallel(RowwiseParallel):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not is_plain_linear(module):
             return super()._apply(module, device_mesh)
-        let_compile()
         placements = {"weight": Shard(1), "bias": Replicate()}
-        _distribute(module, device_mesh, placements, self.src_data_rank)
-        return replace_forward(
-            module,
-            OverlapRowwiseLinear,
-            device_mesh,
-            self.input_layouts[0],
-            self.output_layouts[0],
-            self.use_local_output,
-        )
+        return _overlapped(self, module, OverlapRowwiseLinear, device_mesh, placements)
 
 
 def is_plain_linear(module: torch.nn.Module) -> bool:
@@ -177,18 +159,23 @@ def _warn_of_fallback(module: torch.nn.Linear) -> None:
     )
 
 
-def _distribute(
+def _overlapped(
+    style: ColwiseParallel | RowwiseParallel,
     module: torch.nn.Linear,
+    kind: type[_OverlapLinear],
     device_mesh: DeviceMesh,
     placements: dict[str, Placement],
-    src_data_rank: int | None,
-) -> None:
+) -> torch.nn.Module:
+    """The layer with the style: its parameters distributed, its forward replaced."""
+    let_compile()
     for name, parameter in list(module.named_parameters(recurse=False)):
         distributed = distribute_tensor(
-            parameter, device_mesh, [placements[name]], src_data_rank=src_data_rank
+            parameter, device_mesh, [placements[name]], src_data_rank=style.src_data_rank
         )
         parameter = torch.nn.Parameter(distributed, requires_grad=parameter.requires_grad)
         module.register_parameter(name, parameter)
+    layouts = (style.input_layouts[0], style.output_layouts[0])
+    return replace_forward(module, kind, device_mesh, *layouts, style.use_local_output)
 
 
 class _OverlapLinear(torch.nn.Linear):

@@ -229,8 +229,8 @@ def recat_of(cat: Node) -> Recat | None:
     if not all(same_shape(value(part), value(parts[0])) for part in parts):
         return None
     count = value(split.args[0]).dim()
-    cut_dim = argument(split, 2, "dim", 0) % count
-    cat_dim = argument(cat, 1, "dim", 0) % count
+    cut_dim = arguments(split)["dim"] % count
+    cat_dim = arguments(cat)["dim"] % count
     inner = (split, *parts, *(node for each in recasts for node in each))
     return Recat(split.args[0], cat, len(parts), cut_dim, cat_dim, inner, tuple(recasts[0]))
 
@@ -253,11 +253,14 @@ def _call_of(node: Node) -> tuple[Any, ...]:
     return (node.target, node.args[1:], node.kwargs)
 
 
-def argument(node: Node, position: int, name: str, default: Any) -> Any:
-    """An argument of the node, wherever it stands."""
-    if len(node.args) > position:
-        return node.args[position]
-    return node.kwargs.get(name, default)
+def arguments(node: Node) -> dict[str, Any]:
+    """An operator's arguments by their names; None for one that is neither given nor has a default."""
+    found = {}
+    for i, argument in enumerate(node.target._schema.arguments):
+        default = argument.default_value if argument.has_default_value() else None
+        given = node.kwargs.get(argument.name, default)
+        found[argument.name] = node.args[i] if i < len(node.args) else given
+    return found
 
 
 def after(node: Node, layout: Layout) -> Layout | None:

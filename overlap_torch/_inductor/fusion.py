@@ -13,6 +13,7 @@ from overlap_torch._inductor.editing import (
     KINDS,
     WAIT,
     NotFused,
+    arguments,
     collective_name,
     forget_intermediate_sizes,
     is_view,
@@ -122,7 +123,7 @@ def _check_group(row: FusionRow, settings: Settings) -> None:
 
 
 def _row(node: Node) -> FusionRow:
-    group = _group(node)
+    group = str(arguments(node).get("group_name") or "")
     tensor = node.meta.get("val")
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
     if source is not None and isinstance(source.meta.get("val"), torch.Tensor):
@@ -145,15 +146,6 @@ def _row(node: Node) -> FusionRow:
         "module": module_path(node),
         "source": source_line(node),
     }
-
-
-def _group(node: Node) -> str:
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.name == "group_name":
-            if position < len(node.args):
-                return str(node.args[position])
-            return str(node.kwargs.get("group_name", ""))
-    return ""
 
 
 def _world_size(group: str) -> int:

@@ -14,6 +14,7 @@ from torch.nn.functional import ScalingType
 from overlap_torch._inductor.editing import (
     Editor,
     NotFused,
+    arguments,
     as_expr,
     aten,
     describe,
@@ -190,7 +191,7 @@ def _is_bias(bias: Node, product: Node) -> bool:
 def _scaled(node: Node) -> Gemm:
     """The GEMM of a scaled product; raises NotFused if the ops have no such one."""
     name = f"its GEMM is {describe(node)}"
-    given = _arguments(node)
+    given = arguments(node)
     left, right, bias = given["self"], given["mat2"], given["bias"]
     if given.get("scale_result") is not None:
         raise NotFused(f"{name} with a scale for its result: the ops' results have none")
@@ -211,15 +212,6 @@ def _scaled(node: Node) -> Gemm:
     if any(value(scale).dtype != torch.float32 for scale in scales):
         raise NotFused(f"{name} with scales that are not float32")
     return Gemm(node, left, right, bias, Scales(*scales, recipe, given["use_fast_accum"]))
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    found = {}
-    for i, argument in enumerate(node.target._schema.arguments):
-        default = argument.default_value if argument.has_default_value() else None
-        given = node.kwargs.get(argument.name, default)
-        found[argument.name] = node.args[i] if i < len(node.args) else given
-    return found
 
 
 def _recipe_of_shapes(scales: Sequence[Node], left: Node, right: Node) -> ScalingType | None:

@@ -13,7 +13,7 @@ from overlap_torch._inductor.editing import (
     NotFused,
     WaitedFor,
     after,
-    argument,
+    arguments,
     aten,
     before,
     before_recat,
@@ -332,7 +332,7 @@ def _part_operands(editor: Editor, product: _Product) -> tuple[Operand, Operand]
     gemm = product.gemm
     operands = [operand_of(editor, gemm, side) for side in ("left", "right")]
     for part in reversed(product.cuts):
-        side, bounds = argument(part, 1, "dim", 0) % 2, part.args[2:]
+        side, bounds = arguments(part)["dim"] % 2, part.args[2:]
         matrix, scale = operands[side].matrix, operands[side].scale
         if gemm.scales is not None and gemm.scales.of_rows:
             scale = editor.call(aten.slice.Tensor, scale, 0, *bounds)

@@ -13,6 +13,8 @@ from typing import TypedDict
 
 from torch._dynamo.utils import counters
 
+from overlap_torch._text import first_of, table
+
 # A graph that Inductor takes from its cache passes no pass. But what it counted when it was compiled is cached and counted
 # again, so the rows are what is counted.
 _PREFIX = "overlap_torch.inductor:"
@@ -56,19 +58,11 @@ class FusionReport(list[FusionRow]):
     def __str__(self) -> str:
         if not self:
             return "No graph with a collective was compiled with overlap_torch.inductor."
-        heads = ("graph", "collective", "input", "group", "fused into", "why not", "where")
+        titles = ("graph", "collective", "input", "group", "fused into", "why not", "where")
         lines: dict[tuple[str, ...], list[str]] = {}
         for row in self:
             lines.setdefault(_cells(row), []).append(_place(row))
-        table = [heads]
-        for cells, places in lines.items():
-            several = f" and {len(places) - 1} more" if len(places) > 1 else ""
-            table.append((*cells, places[0] + several))
-        shown = [i for i in range(len(heads)) if any(line[i] for line in table[1:])]
-        widths = {i: max(len(line[i]) for line in table) for i in shown[:-1]}
-        text = [
-            "  ".join(line[i].ljust(widths.get(i, 0)) for i in shown).rstrip() for line in table
-        ]
+        text = table([titles, *((*cells, first_of(places)) for cells, places in lines.items())])
         fused = sum(bool(row["op"]) for row in self)
         missed = sum(row["missed"] for row in self)
         text.append(

@@ -14,7 +14,7 @@ from overlap_torch._inductor.editing import (
     Recat,
     after,
     after_recat,
-    argument,
+    arguments,
     aten,
     is_identity,
     is_recast,
@@ -192,7 +192,7 @@ def _keeps_last_dim(node: Node, user: Node, started: bool) -> bool:
         return False
     count = value(node).dim()
     if user.target is aten.slice.Tensor:
-        return argument(user, 1, "dim", 0) % count != count - 1
+        return arguments(user)["dim"] % count != count - 1
     if not started or value(user).dim() < 2:
         return False
     if as_expr(value(user).shape[-1]) != as_expr(value(node).shape[-1]):

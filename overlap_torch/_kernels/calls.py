@@ -15,6 +15,7 @@ from overlap_torch._kernels.resources import KernelResources
 from overlap_torch._ops import library  # noqa: F401  (the library holds the jobs)
 from overlap_torch._ops.group import Group, group_name, process_group
 from overlap_torch._plan import Op, Plan, Problem, encode
+from overlap_torch.plan._library import device_of
 
 _OPS = {
     "all_reduce": Op.GEMM_ALLREDUCE,
@@ -311,9 +312,7 @@ def _device(device: torch.device | str | None, name: str) -> torch.device:
     if device is None:
         backend = dist.get_backend(process_group(name))
         device = "cuda" if "nccl" in backend else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = device_of(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device}, allowed are the CPU and CUDA devices")
     return device

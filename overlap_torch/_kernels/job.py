@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from types import TracebackType
 
 import torch
 
@@ -104,10 +103,7 @@ class Job:
 
     @untraced
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
         _entered.jobs.remove(self)
         if self._context is not None:

@@ -12,18 +12,9 @@ MMA_SYNC_BYTES = 64 << 10
 
 
 def smem_pad_bytes(shared_bytes: int, ctas_per_sm: int, sm_bytes: int) -> int:
-    """Shared memory to add to each block, so that an SM has room for ``ctas_per_sm`` of them and no more, in bytes.
+    """As ``plan.templates.smem_pad_bytes``; the least multiple of the 128 bytes in which the hardware gives shared memory out.
 
-    Args:
-        shared_bytes: the shared memory of a block without padding, static and dynamic together.
-        ctas_per_sm: blocks of the kernel that an SM is to hold, 1 to 32. Threads and registers may leave room for fewer.
-        sm_bytes: shared memory of an SM, such as 233,472 (228 KiB) on Hopper.
-
-    It is the least multiple of the 128 bytes in which the hardware gives shared memory out; other kernels have the
-    rest of the SM's.
-
-    Raises:
-        ValueError: ``ctas_per_sm`` blocks have no room even without padding.
+    Threads and registers may leave room for fewer blocks. Other kernels have the rest of the SM's memory.
     """
     if type(ctas_per_sm) is not int or not 1 <= ctas_per_sm <= MOST_CTAS:
         raise ValueError(f"ctas_per_sm is {ctas_per_sm!r}, allowed are 1 to {MOST_CTAS}")

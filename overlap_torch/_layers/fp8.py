@@ -143,32 +143,29 @@ def scaled(tensor: torch.Tensor, cast: Cast, recipe: Recipe, group: str | None =
     return Scaled(values, factor.reciprocal())
 
 
-def _together(left: Scaled, right: Scaled) -> tuple[Scaled, Scaled, dict[str, Any]]:
-    """Two operands of one GEMM: if one has scales of rows, both have; and the ops' keywords."""
-    by_rows = left.by_rows or right.by_rows
-    if by_rows:
-        left, right = (
-            operand
-            if operand.by_rows
-            else Scaled(operand.values, operand.scale.expand(*operand.values.shape[:-1], 1))
-            for operand in (left, right)
-        )
-    name = ScalingType.RowWise if by_rows else ScalingType.TensorWise
-    return left, right, {"recipe_input": name, "recipe_weight": name}
+def _together(*operands: Scaled) -> tuple[list[Scaled], ScalingType]:
+    """The operands of one op: if one has scales of rows, all have; and their recipe."""
+    if not any(operand.by_rows for operand in operands):
+        return list(operands), ScalingType.TensorWise
+    with_rows = [
+        each if each.by_rows else Scaled(each.values, each.scale.expand(*each.values.shape[:-1], 1))
+        for each in operands
+    ]
+    return with_rows, ScalingType.RowWise
 
 
 def _local(
     input: Scaled, weight: Scaled, bias: torch.Tensor | None, dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor:
-    input, weight, recipes = _together(input, weight)
+    (input, weight), recipe = _together(input, weight)
     return torch.ops.overlap.scaled_linear(
         input.values,
         weight.values,
         input.scale,
         weight.scale,
         bias,
-        recipe_input=recipes["recipe_input"].value,
-        recipe_weight=recipes["recipe_weight"].value,
+        recipe_input=recipe.value,
+        recipe_weight=recipe.value,
         output_dtype=dtype,
         use_fast_accum=fast_accum,
     )
@@ -184,7 +181,7 @@ def _reduced(
     group: str,
 ) -> torch.Tensor:
     """`gemm_allreduce` or `gemm_reducescatter`."""
-    input, weight, recipes = _together(input, weight)
+    (input, weight), recipe = _together(input, weight)
     return op(
         input.values,
         weight.values,
@@ -192,9 +189,10 @@ def _reduced(
         group=group,
         scale_input=input.scale,
         scale_weight=weight.scale,
+        recipe_input=recipe,
+        recipe_weight=recipe,
         output_dtype=dtype,
         use_fast_accum=fast_accum,
-        **recipes,
     )
 
 
@@ -207,30 +205,21 @@ def _gathered(
     group: str,
 ) -> tuple[list[torch.Tensor], Scaled]:
     """`allgather_gemm` of several weights. One scale of the input is the same on all ranks."""
-    by_rows = input.by_rows or any(weight.by_rows for weight in weights)
-    one = not input.by_rows
-    pairs = []
-    for weight in weights:
-        left, right, recipes = _together(input, weight)
-        if by_rows and not left.by_rows:
-            left, right = (
-                Scaled(x.values, x.scale.expand(*x.values.shape[:-1], 1)) for x in (left, right)
-            )
-            recipes = dict.fromkeys(recipes, ScalingType.RowWise)
-        pairs.append((left, right))
+    (x, *ws), recipe = _together(input, *weights)
     outputs, values, scale = allgather_gemm(
-        input.values,
-        [right.values for _, right in pairs],
+        x.values,
+        [w.values for w in ws],
         list(biases),
         group=group,
-        scale_input=pairs[0][0].scale,
-        scale_weight=[right.scale for _, right in pairs],
+        scale_input=x.scale,
+        scale_weight=[w.scale for w in ws],
+        recipe_input=recipe,
+        recipe_weight=recipe,
         output_dtype=dtype,
         use_fast_accum=fast_accum,
-        shared_scale_input=not by_rows,
-        **recipes,
+        shared_scale_input=recipe is ScalingType.TensorWise,
     )
-    return outputs, Scaled(values, input.scale if one else scale)
+    return outputs, Scaled(values, scale if input.by_rows else input.scale)
 
 
 class _Place(NamedTuple):

@@ -73,32 +73,32 @@ def gather_parts(part: torch.Tensor, dim: int, sizes: Sequence[int], group: str)
     return torch.cat([gathered[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
 
 
-def _own_part(whole: torch.Tensor, dim: int, size: int, world_size: int, rank: int) -> torch.Tensor:
-    begin, own = shard_range(size, world_size, rank)
-    # A copy also where the part is the whole: a function that returns its input as it is loses its backward when
-    # compiled.
-    return whole.narrow(dim, begin, own).clone(memory_format=torch.contiguous_format)
+class _Placed(TransformedFunction):
+    """A Function whose arguments after the tensor say where its parts are."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, *ctx.place = inputs
 
 
-class TakePart(TransformedFunction):
+class TakePart(_Placed):
     """This rank's part of a replicated tensor's dim. Each rank knows its own part's gradient: backward gathers."""
 
     @staticmethod
     def forward(
         whole: torch.Tensor, dim: int, size: int, group: str, world_size: int, rank: int
     ) -> torch.Tensor:
-        return _own_part(whole, dim, size, world_size, rank)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        _, *ctx.place = inputs
+        begin, own = shard_range(size, world_size, rank)
+        # A copy also where the part is the whole: a function that returns its input as it is loses its backward when
+        # compiled.
+        return whole.narrow(dim, begin, own).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return GatherParts.apply_in_backward(grad, *ctx.place), None, None, None, None, None
 
 
-class GatherParts(TransformedFunction):
+class GatherParts(_Placed):
     """The replicated tensor of which each rank has a part of a dim: the reverse of `TakePart`."""
 
     @staticmethod
@@ -108,15 +108,11 @@ class GatherParts(TransformedFunction):
         return gather_parts(part, dim, shard_sizes(size, world_size), group)
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        _, *ctx.place = inputs
-
-    @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return TakePart.apply_in_backward(grad, *ctx.place), None, None, None, None, None
 
 
-class SumGradient(TransformedFunction):
+class SumGradient(_Placed):
     """A replicated parameter that each rank uses on its own rows: backward sums the ranks' gradients."""
 
     @staticmethod
@@ -124,15 +120,11 @@ class SumGradient(TransformedFunction):
         return parameter.clone()
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        _, ctx.group = inputs
-
-    @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return Sum.apply_in_backward(grad, ctx.group), None
+        return Sum.apply_in_backward(grad, *ctx.place), None
 
 
-class Sum(TransformedFunction):
+class Sum(_Placed):
     """The replicated sum of the ranks' tensors: the reverse of `SumGradient`."""
 
     @staticmethod
@@ -140,10 +132,5 @@ class Sum(TransformedFunction):
         return all_reduce(part, group, invariance)
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.group = inputs[1]
-        ctx.others = len(inputs) - 1
-
-    @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return SumGradient.apply_in_backward(grad, ctx.group), *[None] * ctx.others
+        return SumGradient.apply_in_backward(grad, ctx.place[0]), *[None] * len(ctx.place)

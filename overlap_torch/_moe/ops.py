@@ -190,7 +190,9 @@ def _weigh(grad, results, shares):
     return (grad * shares.to(wide)).to(results.dtype), dots
 
 
-def _spread(x, choices, routes, sent, source, splits, group) -> torch.Tensor:
+@define(f"_moe_spread(Tensor x, int choices, {ROUTES}, bool ranks_first, str group) -> Tensor")
+def _spread(x, choices, routes, place, sent, source, splits, ranks_first, group):
+    """[T, H] to [R, H]: each token to its rows, once to a rank."""
     stride, ranks = peer_stride(splits), splits.shape[1]
     if stride is not None:
         return _ops._moe_peer_spread(x, choices, routes, source, stride, group)
@@ -211,12 +213,13 @@ def _dispatch(x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_fi
         if splits.numel() > 0:  # else some rank has too many tokens
             none = (home.new_empty(0), home.new_empty(0))
             return rows, offs, counts, home, *none, source, splits
-    offs, counts, routes = _find_routes(topk_ids, experts, align, group)
-    home, place, sent, source, splits = routes
+    offs, counts, (home, place, sent, source, splits) = _find_routes(
+        topk_ids, experts, align, group
+    )
     if max_rows:
         source = _with_room(source, max_rows, group)
-    rows = _spread(x, topk_ids.shape[1], home, sent, source, splits, group)
-    return rows, offs, counts, home, place, sent, source, splits
+    routes = (home, place, sent, source, splits)
+    return _spread(x, topk_ids.shape[1], *routes, ranks_first, group), offs, counts, *routes
 
 
 def _with_room(source: torch.Tensor, max_rows: int, group: str) -> torch.Tensor:
@@ -228,12 +231,6 @@ def _with_room(source: torch.Tensor, max_rows: int, group: str) -> torch.Tensor:
             "room for the most that may come, or leave max_rows out."
         )
     return torch.cat([source, source.new_full((max_rows - rows,), -1)])
-
-
-@define(f"_moe_spread(Tensor x, int choices, {ROUTES}, bool ranks_first, str group) -> Tensor")
-def _spread_kernel(x, choices, routes, place, sent, source, splits, ranks_first, group):
-    """[T, H] to [R, H]: each token to its rows, once to a rank."""
-    return _spread(x, choices, routes, sent, source, splits, group)
 
 
 @define(
@@ -325,20 +322,16 @@ def _keep_dispatch(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _dispatch_backward(ctx, grad, *_):
-    if grad is None:
-        return (None,) * 9
-    how = (*ctx.saved_tensors, ctx.ranks_first, ctx.group)
-    return _ops.moe_combine(grad, None, ctx.tokens, ctx.choices, *how), *(None,) * 8
-
-
 def _keep_spread(ctx, inputs, output) -> None:
     x, ctx.choices, *routes, ctx.ranks_first, ctx.group = inputs
     ctx.tokens = x.shape[0]
     ctx.save_for_backward(*routes)
 
 
-def _spread_backward(ctx, grad):
+def _rows_backward(ctx, grad, *_):
+    """Dispatch and spread have the same one: both take nine arguments."""
+    if grad is None:
+        return (None,) * 9
     how = (*ctx.saved_tensors, ctx.ranks_first, ctx.group)
     return _ops.moe_combine(grad, None, ctx.tokens, ctx.choices, *how), *(None,) * 8
 
@@ -395,8 +388,8 @@ def _away_backward(ctx, grad):
 
 
 _GRADIENTS = {
-    "moe_dispatch": (_dispatch_backward, _keep_dispatch),
-    "_moe_spread": (_spread_backward, _keep_spread),
+    "moe_dispatch": (_rows_backward, _keep_dispatch),
+    "_moe_spread": (_rows_backward, _keep_spread),
     "moe_combine": (_combine_backward, _keep_combine),
     "_moe_home": (_home_backward, _keep_home),
     "_moe_away": (_away_backward, _keep_away),

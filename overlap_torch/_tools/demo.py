@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from overlap_torch import _plan
 from overlap_torch._ops import check, group_name
 from overlap_torch._tools import bench
-from overlap_torch._tools.launch import Ranks, current_device, launch
+from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
 from overlap_torch._watch import timeline
 from overlap_torch._watch.drawing import GEMM, Bar
 from overlap_torch._watch.trace import trace
-from overlap_torch.plan import Plan, Problem, plan_for, set_plan
+from overlap_torch.plan import Plan, Problem, set_plan
 from overlap_torch.plan._explain import H200
+from overlap_torch.plan._library import plan_of
 from overlap_torch.plan.templates import make_all_to_all, row_panels
 from overlap_torch.plan.types import Op, Schedule
 
@@ -93,8 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("k", "inner dimension on each rank"),
     ):
         parser.add_argument(f"--{name}", type=_size, help=f"{meaning} (default: by the device)")
-    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if there is a GPU")
+    add_options(parser)
     parser.add_argument(
         "--out",
         type=Path,
@@ -107,11 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     args.out.mkdir(parents=True, exist_ok=True)
-    try:
-        launch(ranks, run_rank, _demo_for(ranks, args))
-    except torch.multiprocessing.ProcessExitedException as error:
-        return error.exit_code or 1
-    return 0
+    return launch(ranks, run_rank, _demo_for(ranks, args))
 
 
 def run_rank(demo: _Demo) -> None:
@@ -156,9 +151,7 @@ def _choose_plan(demo: _Demo, device: torch.device, group: str) -> tuple[Plan, s
     gains little time, and the planner may rightly prefer the sequence.
     """
     problem = demo.problem(dist.get_world_size())
-    plan = plan_for(
-        problem.m, problem.n, problem.k, demo.dtype, device=device, group=group, op=problem.op
-    )
+    plan = plan_of(problem, device, group)
     rows = demo.m // problem.row_parts
     alone = dist.get_world_size() == 1 or rows < 2
     if device.type == "cuda" or plan.schedule == Schedule.OVERLAPPED or alone:

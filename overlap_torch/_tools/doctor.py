@@ -19,6 +19,7 @@ import torch.distributed as dist
 from overlap_torch import __version__
 from overlap_torch._plan import Profile
 from overlap_torch._symm_mem import replace
+from overlap_torch._text import table
 
 _PACKAGE = Path(__file__).parents[1]
 _RECORD = _PACKAGE / "_build.json"
@@ -157,11 +158,8 @@ def fast_paths(found: Findings) -> list[FastPath]:
         FastPath("CPU, overlapped", found.gloo, gloo if found.gloo else "torch has no gloo"),
     ]
 
-    no_kernels = ""  # what stands against all kernels
-    if found.cuda is None:
-        no_kernels = f"built without CUDA: {found.why_no_cuda or 'no record of the reason'}"
-    elif not found.gpus:
-        no_kernels = found.why_no_gpu
+    without_cuda = f"built without CUDA: {found.why_no_cuda or 'no record of the reason'}"
+    no_kernels = (found.cuda is None, without_cuda), (not found.gpus, found.why_no_gpu)
     hopper, ampere = found.dtypes, ("bf16", "fp16")
     kernels = (
         ("Hopper GEMM (sm_90a)", "sm_90a", hopper, "9.0", lambda gpu: gpu == (9, 0)),
@@ -169,49 +167,58 @@ def fast_paths(found: Findings) -> list[FastPath]:
     )
     usable = False
     for name, arch, dtypes, needed, fits in kernels:
-        reason = no_kernels
-        if not reason and arch not in found.archs:
-            reason = f"not in this build; OVERLAP_ARCHS={arch} compiles it"
-        if not reason and not any(fits(gpu.capability) for gpu in found.gpus):
-            reason = f"no GPU of compute capability {needed}"
+        reason = _first(
+            *no_kernels,
+            (arch not in found.archs, f"not in this build; OVERLAP_ARCHS={arch} compiles it"),
+            (
+                not any(fits(gpu.capability) for gpu in found.gpus),
+                f"no GPU of compute capability {needed}",
+            ),
+        )
         usable |= not reason
         detail = reason or f"{', '.join(dtypes)}, aligned to 16 bytes; cuBLAS takes the rest"
         paths.append(FastPath(name, not reason, detail))
 
-    reason = no_kernels
-    if not reason and found.nccl is None:
-        reason = "torch has no NCCL"
-    if not reason and not usable:
-        reason = "no GEMM kernel that signals runs here"
-    if not reason and len(found.gpus) < 2:
-        reason = "one GPU: nothing to communicate"
+    reason = _first(
+        *no_kernels,
+        (found.nccl is None, "torch has no NCCL"),
+        (not usable, "no GEMM kernel that signals runs here"),
+        (len(found.gpus) < 2, "one GPU: nothing to communicate"),
+    )
     detail = reason or "chunks sent by NCCL on a side stream while the GEMM computes"
     paths.append(FastPath("CUDA, overlapped", not reason, detail))
 
-    version = ".".join(map(str, found.nccl or ()))
-    if not reason and found.nccl < _MIN_WINDOW_NCCL:
-        reason = f"NCCL {version} has none; 2.27 or newer is needed"
-    if not reason and not all(found.peers.values()):
-        reason = "not every GPU reaches every other's memory"
+    nccl, apart = found.nccl or (), not all(found.peers.values())
+    version = ".".join(map(str, nccl))
+    reason = reason or _first(
+        (nccl < _MIN_WINDOW_NCCL, f"NCCL {version} has none; 2.27 or newer is needed"),
+        (apart, "not every GPU reaches every other's memory"),
+    )
     detail = reason or "buffers registered, so that NCCL takes fewer SMs where the plan says so"
     paths.append(FastPath("NCCL symmetric windows", not reason, detail))
 
-    reason = no_kernels
-    if not reason and not (
-        "sm_90a" in found.archs and any(g.capability == (9, 0) for g in found.gpus)
-    ):
-        reason = "the Hopper GEMM, which adds and stores partial sums, does not run here"
-    if not reason and not 2 <= len(found.gpus) <= _MAX_PEERS:
-        reason = f"{len(found.gpus)} GPUs, it is for 2 to {_MAX_PEERS} of one host"
-    if not reason and not all(found.peers.values()):
-        reason = "not every GPU reaches every other's memory: NCCL communicates"
-    if not reason and found.why_no_peers:
-        reason = f"{found.why_no_peers} is set: NCCL communicates"
+    count = len(found.gpus)
+    hopper_runs = "sm_90a" in found.archs and any(g.capability == (9, 0) for g in found.gpus)
+    reason = _first(
+        *no_kernels,
+        (not hopper_runs, "the Hopper GEMM, which adds and stores partial sums, does not run here"),
+        (
+            not 2 <= count <= _MAX_PEERS,
+            f"{count} GPUs, it is for 2 to {_MAX_PEERS} of one host",
+        ),
+        (apart, "not every GPU reaches every other's memory: NCCL communicates"),
+        (bool(found.why_no_peers), f"{found.why_no_peers} is set: NCCL communicates"),
+    )
     detail = (
         reason or "partial sums stored into peers' memory by the GEMM, rows copied by copy engines"
     )
     paths.append(FastPath("Peer memory", not reason, detail))
     return paths
+
+
+def _first(*reasons: tuple[bool, str]) -> str:
+    """The first reason that holds; empty if none does."""
+    return next((why for holds, why in reasons if holds), "")
 
 
 def links_of(topology: str) -> dict[tuple[int, int], str]:
@@ -400,11 +407,7 @@ def _environment_lines() -> list[str]:
     rows += [
         (v.name, v.type, v.default, os.environ.get(v.name, "-"), v.meaning) for v in ENVIRONMENT
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), row[4]])
-        for row in rows
-    ]
+    lines = table(rows)
     if error := _environment().get("error"):
         lines.append(f"WARNING: every op raises: {error}")
     known = {v.name for v in ENVIRONMENT}

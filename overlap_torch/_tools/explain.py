@@ -10,7 +10,7 @@ from pathlib import Path
 
 from overlap_torch import _plan
 from overlap_torch._plan import Machine, Op, Plan, Problem
-from overlap_torch._tools.launch import Ranks, current_device, launch
+from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
 from overlap_torch.plan import _library as library
 from overlap_torch.plan import files
 from overlap_torch.plan._explain import H200, explain
@@ -55,12 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--fast-accum", action="store_true", help="for scaled operands: use_fast_accum=True"
     )
-    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2)")
-    parser.add_argument(
-        "--device",
-        choices=["cuda", "cpu"],
-        help="device of the ranks on this machine (default: cuda if there is a GPU)",
-    )
+    add_options(parser, world="all GPUs, or 2")
     parser.add_argument(
         "--machine",
         default="here",
@@ -109,8 +104,7 @@ def _run(asked: _Asked) -> int:
     if asked.machine is not None:
         _show(asked, asked.machine)
         return 0
-    launch(Ranks.choose(asked.problem.world_size, asked.device), run_rank, asked)
-    return 0
+    return launch(Ranks.choose(asked.problem.world_size, asked.device), run_rank, asked)
 
 
 def run_rank(asked: _Asked) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import sys
@@ -50,27 +51,32 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
-def launch(ranks: Ranks, worker: Callable[[object], None], argument: object) -> None:
+def add_options(parser: argparse.ArgumentParser, world: str = "all GPUs, or 2 on CPU") -> None:
+    """``--world`` and ``--device``, for :meth:`Ranks.choose`; ``world`` says what the default is."""
+    parser.add_argument("--world", type=int, help=f"ranks (default: {world})")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], help="of the ranks (default: cuda if there is a GPU)"
+    )
+
+
+def launch(ranks: Ranks, worker: Callable[[object], None], argument: object) -> int:
     """Runs ``worker(argument)`` on every rank, each a process of its own with an initialised default group.
 
     ``worker`` is found by name in the children. Where torchrun has started this process, it is one of the ranks and
-    starts no others. An exception in a rank ends the others and is raised here.
+    starts no others. An exception in a rank ends the others and is raised here. Returns the exit status: that of a rank which
+    ended its process, else 0.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _run(int(os.environ["LOCAL_RANK"]), ranks.device_type, None, None, worker, argument)
-        return
+        return 0
     with tempfile.TemporaryDirectory(prefix="overlap_torch_") as folder:
-        torch.multiprocessing.spawn(
-            _run,
-            args=(
-                ranks.device_type,
-                ranks.world_size,
-                os.path.join(folder, "store"),
-                worker,
-                argument,
-            ),
-            nprocs=ranks.world_size,
-        )
+        store = os.path.join(folder, "store")
+        arguments = (ranks.device_type, ranks.world_size, store, worker, argument)
+        try:
+            torch.multiprocessing.spawn(_run, args=arguments, nprocs=ranks.world_size)
+        except torch.multiprocessing.ProcessExitedException as error:
+            return error.exit_code or 1
+    return 0
 
 
 def _run(

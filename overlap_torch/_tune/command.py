@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlap_torch._tools.launch import Ranks, current_device, launch
+from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
 from overlap_torch._tune import tune as _tune
 from overlap_torch._tune.session import words
 from overlap_torch.plan import Problem
@@ -83,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="turns, in each of which all plans run (default: 10)",
     )
     parser.add_argument("--no-cache", action="store_true", help="measure everything, save nothing")
-    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if there is a GPU")
+    add_options(parser)
     parser.add_argument(
         "program",
         nargs=argparse.REMAINDER,
@@ -104,11 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     job = _Job(problems, modes, args.most, args.repeats, not args.no_cache)
-    try:
-        launch(ranks, run_rank, job)
-    except torch.multiprocessing.ProcessExitedException as error:
-        return error.exit_code or 1
-    return 0
+    return launch(ranks, run_rank, job)
 
 
 def _world(ranks: Ranks) -> int:

@@ -243,14 +243,6 @@ class Session:
         said = self.board.gather(own)
         return self.board.broadcast(self._decide(said) if said is not None else None)
 
-    def share(self, own: Any) -> Any:
-        """Rank 0's, on all ranks."""
-        return self.board.broadcast(own)
-
-    def ranked(self, problem: Problem, most: int) -> list[Plan]:
-        """The sequence, and up to ``most`` plans, as this rank's machine has them."""
-        return ranked(problem, self.machine, most)
-
     def current(self, problem: Problem) -> Plan:
         """The plan that the op would run now."""
         return plan_of(problem, self.device, self.name)

@@ -23,6 +23,7 @@ import torch
 from overlap_torch._ops.group import Group, group_name, process_group
 from overlap_torch._tune.session import Session, Tuned, words
 from overlap_torch.plan import Plan, Problem
+from overlap_torch.plan._library import device_of
 
 MODES = ("call", "row")
 
@@ -72,11 +73,9 @@ def tune(
     check_arguments(modes, most, repeats)
     name = group_name(group)
     members = process_group(name)
-    where = torch.device(device) if device is not None else _usual_device()
+    where = device_of(device)
     if where.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError("tune cannot run inside a CUDA graph's capture: call it before")
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
     if problems is None:
         wanted = [problem for problem, _ in called(name, where.type)]
     else:
@@ -110,10 +109,6 @@ def check_arguments(modes: Sequence[str], most: int, repeats: int) -> None:
         raise ValueError(f"modes is {modes!r}, allowed are sequences of {', '.join(MODES)}")
     if most < 1 or repeats < 1:
         raise ValueError(f"most is {most} and repeats {repeats}, allowed are 1 or more")
-
-
-def _usual_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def called(group: str, device_type: str) -> list[tuple[Problem, int]]:

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from overlap_torch._ops import library  # noqa: F401  (the library holds the ops)
 from overlap_torch._symm_mem import replace
+from overlap_torch._text import first_of, table
 from overlap_torch.plan import Plan
 from overlap_torch.plan._names import enum_name
 from overlap_torch.plan.files import decode
@@ -84,16 +85,9 @@ class Report(list[ReportRow]):
         for row in self:
             cells = _cells(row)
             lines.setdefault((re.sub(r"\d+", "*", row["layer"]), *cells), []).append(row["layer"])
-        table = [("layer", "op", "M x N x K", "ranks", "calls", "plan", "gain", "why not")]
-        for (_, *cells), layers in lines.items():
-            more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
-            table.append((layers[0] + more, *cells))
-        # Columns that say something, but the last, which may be long.
-        shown = [i for i in range(len(table[0])) if any(line[i] for line in table[1:])]
-        widths = {i: max(len(line[i]) for line in table) for i in shown[:-1]}
-        return "\n".join(
-            "  ".join(line[i].ljust(widths.get(i, 0)) for i in shown).rstrip() for line in table
-        )
+        titles = ("layer", "op", "M x N x K", "ranks", "calls", "plan", "gain", "why not")
+        rows = [(first_of(layers), *cells) for (_, *cells), layers in lines.items()]
+        return "\n".join(table([titles, *rows]))
 
 
 def _cells(row: ReportRow) -> tuple[str, ...]:
@@ -281,7 +275,7 @@ def report(model: torch.nn.Module | None = None) -> Report:
 
 
 def _rows(model: torch.nn.Module | None) -> list[ReportRow]:
-    known = _problems()
+    known = [_row(columns) for columns in torch.ops.overlap.plan_table()]
     if model is None:
         return known
     rows: list[ReportRow] = []
@@ -311,10 +305,6 @@ def _rows(model: torch.nn.Module | None) -> list[ReportRow]:
     return rows + [problem for index, problem in enumerate(known) if index not in taken]
 
 
-def _problems() -> list[ReportRow]:
-    return [_row(columns) for columns in torch.ops.overlap.plan_table()]
-
-
 def _row(columns: Mapping[str, str]) -> ReportRow:
     code = [int(number) for number in columns["plan"].split()]
     predicted, sequence = (
@@ -323,22 +313,13 @@ def _row(columns: Mapping[str, str]) -> ReportRow:
     return {
         "layer": "",
         "direction": "",
-        "op": columns["op"],
-        "m": int(columns["m"]),
-        "n": int(columns["n"]),
-        "k": int(columns["k"]),
-        "dtype": columns["dtype"],
-        "world_size": int(columns["world_size"]),
-        "group": columns["group"],
-        "device": columns["device"],
-        "calls": int(columns["calls"]),
-        "overlapped": columns["overlapped"] == "1",
+        **{name: columns[name] for name in ("op", "dtype", "group", "device", "why")},
+        **{name: int(columns[name]) for name in ("m", "n", "k", "world_size", "calls")},
+        **{name: columns[name] == "1" for name in ("overlapped", "captured")},
         "plan": decode(code) if code else None,
-        "captured": columns["captured"] == "1",
         "predicted_us": predicted,
         "sequence_us": sequence,
         "gain": sequence / predicted if predicted and sequence else None,
-        "why": columns["why"],
     }
 
 

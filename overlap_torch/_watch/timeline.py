@@ -71,11 +71,7 @@ class Call:
         A gather that is waited for before the GEMM, as the sequence's is, counts as well: :func:`overlap_torch.report`
         says which calls ran as the sequence.
         """
-        total = sum(chunk.end_us - chunk.begin_us for chunk in self.chunks)
-        hidden = sum(
-            max(0.0, min(chunk.end_us, self.gemm_end_us) - chunk.begin_us) for chunk in self.chunks
-        )
-        return hidden / total if total > 0 else 0.0
+        return hidden_fraction([self])
 
     @property
     def title(self) -> str:
@@ -104,20 +100,15 @@ def calls_of(rows: torch.Tensor, columns: Sequence[Mapping[str, str]]) -> list[C
     calls = []
     for number, (start_us, gemm_end_us, end_us) in ends.items():
         column = columns[number]
+        own = sorted(chunks.get(number, []), key=lambda chunk: chunk.index)
         calls.append(
             Call(
-                op=column["op"],
-                m=int(column["m"]),
-                n=int(column["n"]),
-                k=int(column["k"]),
-                dtype=column["dtype"],
-                world_size=int(column["world_size"]),
-                group=column["group"],
-                device=column["device"],
+                **{name: column[name] for name in ("op", "dtype", "group", "device")},
+                **{name: int(column[name]) for name in ("m", "n", "k", "world_size")},
                 start_us=start_us - origins[column["device"]],
                 gemm_end_us=gemm_end_us,
                 end_us=end_us,
-                chunks=tuple(sorted(chunks.get(number, []), key=lambda chunk: chunk.index)),
+                chunks=tuple(own),
             )
         )
     return sorted(calls, key=lambda call: (call.device, call.start_us))
@@ -219,9 +210,7 @@ def _rows(name: str, calls: Sequence[Call], first_us: float) -> tuple[Row, Row]:
 
 def hidden_fraction(calls: Iterable[Call]) -> float:
     """The share of all these calls' communication time that lies before their GEMMs' ends; 0 without communication."""
-    total = hidden = 0.0
-    for call in calls:
-        communication = sum(chunk.end_us - chunk.begin_us for chunk in call.chunks)
-        total += communication
-        hidden += call.hidden_fraction * communication
+    chunks = [(chunk, call.gemm_end_us) for call in calls for chunk in call.chunks]
+    total = sum(chunk.end_us - chunk.begin_us for chunk, _ in chunks)
+    hidden = sum(max(0.0, min(chunk.end_us, end) - chunk.begin_us) for chunk, end in chunks)
     return hidden / total if total > 0 else 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -31,14 +30,9 @@ class Trace:
         self.calls = []
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # The caller should see the error of the block.
-        quiet = contextlib.suppress(RuntimeError) if error else contextlib.nullcontext()
+        quiet = contextlib.suppress(RuntimeError) if kind else contextlib.nullcontext()
         with quiet:
             self.calls = _timeline.calls_of(*_ops._trace_stop())
 

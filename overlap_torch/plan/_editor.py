@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from overlap_torch import _plan
 from overlap_torch._plan import (
@@ -107,12 +106,7 @@ class Editor:
     def __enter__(self) -> Editor:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
     # --- areas ------------------------------------------------------------------------------------------------
@@ -184,9 +178,7 @@ class Editor:
         Returns:
             A need: this transfer is complete.
         """
-        return self._transfers_of(
-            Way.PUSH, area, into, to, reduce, needs, by, stream, self._ranks(rank)
-        )
+        return self._transfer(Way.PUSH, area, into, to, reduce, needs, by, stream, rank)
 
     def pull(
         self,
@@ -201,9 +193,7 @@ class Editor:
         rank: int | Iterable[int] | None = None,
     ) -> Need:
         """Each rank fetches ``area`` of rank ``of`` into its own ``into``, by default the same place; else as :meth:`push`."""
-        return self._transfers_of(
-            Way.PULL, area, into, of, reduce, needs, by, stream, self._ranks(rank)
-        )
+        return self._transfer(Way.PULL, area, into, of, reduce, needs, by, stream, rank)
 
     def copy(
         self,
@@ -217,9 +207,7 @@ class Editor:
         rank: int | Iterable[int] | None = None,
     ) -> Need:
         """Each rank copies one of its areas into another one, or adds it; else as :meth:`push`."""
-        return self._transfers_of(
-            Way.COPY, area, into, self.rank, reduce, needs, by, stream, self._ranks(rank)
-        )
+        return self._transfer(Way.COPY, area, into, self.rank, reduce, needs, by, stream, rank)
 
     # --- the plan ---------------------------------------------------------------------------------------------
 
@@ -246,12 +234,7 @@ class Editor:
     def _whole(self, memory: Memory, rows: int, first: int = 0) -> Area:
         return Area(memory, self._grain, lambda rank: (first, rows, 0, self._width))
 
-    def _ranks(self, rank: int | Iterable[int] | None) -> Iterable[int]:
-        if rank is None:
-            return range(self.world)
-        return [rank] if isinstance(rank, int) else rank
-
-    def _transfers_of(
+    def _transfer(
         self,
         way: Way,
         area: Area,
@@ -261,37 +244,32 @@ class Editor:
         needs: Sequence[Need] | None,
         by: Engine | str,
         stream: int,
-        ranks: Iterable[int],
+        ranks: int | Iterable[int] | None,
     ) -> Need:
         by = enum_member(Engine, by)
         made: list[Transfer] = []
-        for rank in ranks:
+        if ranks is None:
+            ranks = range(self.world)
+        for rank in [ranks] if isinstance(ranks, int) else ranks:
             peer = number_on(other, rank) % self.world
             source, destination = (peer, rank) if way == Way.PULL else (rank, peer)
             if source == destination and way != Way.COPY:
                 continue  # what goes nowhere
             read = Region(area.memory, source, area.at(rank))
-            written = Region(
-                into.memory if into is not None else area.memory,
-                destination,
-                into.at(rank) if into is not None else area.at(rank),
-            )
             if self.problem.op == Op.GEMM_ALLTOALL and into is None:
                 written = self._received(read, destination)
+            else:
+                place = area if into is None else into
+                written = Region(place.memory, destination, place.at(rank))
             if read.area.rows == 0 or read.area.columns == 0:
                 continue
             tiles, behind = self._needs(read, written, needs, rank)
             made.append(Transfer(way, reduce, read, written, by, stream, tiles, behind))
+        ends = [(one.source.rank, one.destination.rank) for one in made]
         numbers = self._transfers.add(made)
-
-        def those_of(rank: int) -> list[int]:
-            return [
-                number
-                for number, one in zip(numbers, made, strict=True)
-                if rank in (one.source.rank, one.destination.rank)
-            ]
-
-        return Earlier(those_of)
+        return Earlier(
+            lambda rank: [n for n, ranks in zip(numbers, ends, strict=True) if rank in ranks]
+        )
 
     def _received(self, read: Region, destination: int) -> Region:
         """Where a share of a message lands."""

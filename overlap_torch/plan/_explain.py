@@ -282,9 +282,21 @@ def _steps(plan: Plan, made: dict, price: _plan.Price) -> tuple[Step, ...]:
     )
 
 
+_PLAIN_WORDS = {  # of those kinds of steps for which their own numbers are enough
+    "wait_for_tiles": "wait for chunk {chunk}: {tiles} tiles",
+    "mark": "chunk {chunk} is computed",
+    "delay": "delay of {us} us, so that the GEMM has its SMs first",
+    "signal": "signal chunk {number} to the peers",
+    "wait_for_peers": "wait for the peers' chunk {number}",
+    "announce": "tell rank {peer} that it is there",
+    "await": "wait for what rank {peer} sends",
+    "count": "count {count} in counter {counter}",
+}
+
+
 def _words(plan: Plan, step: dict, element: int) -> str:
     kind = step["step"]
-    words = kind.replace("_", " ")
+    words = _PLAIN_WORDS.get(kind, kind.replace("_", " ")).format_map(step)
     if kind == "gemm":
         words = f"gemm {enum_name(plan.kernel)}, tiles {step['first_tile']} to {step['end_tile']}"
         words += "" if plan.kernel == Kernel.LIBRARY else f" on {step['ctas']} CTAs"
@@ -299,10 +311,6 @@ def _words(plan: Plan, step: dict, element: int) -> str:
         words = (
             f"framework's gemm, rows {step['begin']} to {step['end']} -> {_place(step['output'])}"
         )
-    elif kind == "wait_for_tiles":
-        words = f"wait for chunk {step['chunk']}: {step['tiles']} tiles"
-    elif kind == "mark":
-        words = f"chunk {step['chunk']} is computed"
     elif kind == "collective":
         words = f"{step['kind']}, {_size(step['count'] * element)} a rank, {_ctas(plan, step)}"
     elif kind == "send_receive":
@@ -320,23 +328,11 @@ def _words(plan: Plan, step: dict, element: int) -> str:
         words = f"unpack chunk {step['chunk']} -> {_place(step['destination'])}{add}"
     elif kind == "pack":
         words = f"pack chunk {step['chunk']} -> {_place(step['destination'])}"
-    elif kind == "delay":
-        words = f"delay of {step['us']} us, so that the GEMM has its SMs first"
-    elif kind == "signal":
-        words = f"signal chunk {step['number']} to the peers"
-    elif kind == "wait_for_peers":
-        words = f"wait for the peers' chunk {step['number']}"
     elif kind == "peer_collective":
         does = [name for name in ("reduces", "gathers") if step[name]]
         words = f"one kernel over peers that {' and '.join(does)}"
     elif kind == "low_latency":
         words = f"low-latency all-reduce of {_size(step['bytes'])}"
-    elif kind == "announce":
-        words = f"tell rank {step['peer']} that it is there"
-    elif kind == "await":
-        words = f"wait for what rank {step['peer']} sends"
-    elif kind == "count":
-        words = f"count {step['count']} in counter {step['counter']}"
     elif kind == "interpret":
         words = _interpreted(step)
     elif kind == "peer_exchange":

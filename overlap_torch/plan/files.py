@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from overlap_torch._plan import Plan, Program, decode, encode, validate
+from overlap_torch._plan import Plan, Problem, Program, decode, encode, validate
 from overlap_torch.plan._names import enum_member, enum_name
 
 __all__ = [

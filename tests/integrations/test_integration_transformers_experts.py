@@ -12,39 +12,23 @@ from torch.distributed.tensor import DTensor
 
 import overlap_torch
 from checks import Failures
-from frameworks import needs
+from frameworks import SMALL_MODEL, needs
 from layers import ops_called
 from operands import rank_device
 from overlap_torch.integrations import transformers as integration
 
 pytestmark = needs("transformers", ("5.23", "5.24"), "transformers")
 
-SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
 
 def config_of(family: str):
     from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
     if family == "gpt_oss":  # experts with biases and a gate of their own
-        return GptOssConfig(
-            **SIZES, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, head_dim=8
-        )
+        return GptOssConfig(**SMALL_MODEL, num_local_experts=4, num_experts_per_tok=2, head_dim=8)
     if family == "mixtral":
-        return MixtralConfig(
-            **SIZES, intermediate_size=24, num_local_experts=8, num_experts_per_tok=3
-        )
+        return MixtralConfig(**SMALL_MODEL, num_local_experts=8, num_experts_per_tok=3)
     return Qwen3MoeConfig(
-        **SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, head_dim=8
+        **SMALL_MODEL, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, head_dim=8
     )
 
 
@@ -64,7 +48,7 @@ def model_of(family: str, implementation: str, shared_batch: bool):
     ep_mesh = mesh["tp"] if shared_batch else mesh["fsdp"]
     plan = {}
     for name, style in model.config.base_model_ep_plan.items():
-        for layer in range(SIZES["num_hidden_layers"]):
+        for layer in range(SMALL_MODEL["num_hidden_layers"]):
             plan["model." + name.replace("*", str(layer))] = style
     plan = {name: style for name, style in plan.items() if "router" not in name}
     return apply_expert_parallelism(model, ep_mesh, mesh["tp"], plan, implementation)

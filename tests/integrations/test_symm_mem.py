@@ -21,6 +21,12 @@ from overlap_torch._tools import doctor
 
 FUSED = torch.ops.symm_mem
 FP8 = torch.float8_e4m3fn
+NAMES = (
+    "fused_all_gather_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_all_gather_scaled_matmul",
+    "fused_scaled_matmul_reduce_scatter",
+)
 
 
 def operand(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -267,12 +273,7 @@ def test_stand_ins_behave_as_kernels(failures: Failures) -> None:
 def kernels(device: str) -> list[bool]:
     return [
         torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", device)
-        for name in (
-            "fused_all_gather_matmul",
-            "fused_matmul_reduce_scatter",
-            "fused_all_gather_scaled_matmul",
-            "fused_scaled_matmul_reduce_scatter",
-        )
+        for name in NAMES
     ]
 
 
@@ -334,13 +335,7 @@ def test_what_ours_do_not_take_goes_to_pytorchs_kernel_on_cuda(failures: Failure
     A, B = operand(rank, 4, 6), integers(6, 4, seed=2)
     with overlap_torch.replace_symm_mem() as replacement:
         gather, scatter, scaled_gather, scaled = (
-            torch.library.get_kernel(f"symm_mem::{name}", "CUDA")
-            for name in (
-                "fused_all_gather_matmul",
-                "fused_matmul_reduce_scatter",
-                "fused_all_gather_scaled_matmul",
-                "fused_scaled_matmul_reduce_scatter",
-            )
+            torch.library.get_kernel(f"symm_mem::{name}", "CUDA") for name in NAMES
         )
         whole = torch.cat(of_ranks(lambda r: operand(r, 4, 6)))
         gathered, (output,) = gather.call_boxed(keys, A, [B], 0, group)

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import overlap_torch
 from checks import Failures
-from layers import integer_linear, integers, my_tokens
+from layers import chain, integer_linear, integers, my_tokens
 from meshes import mesh
 from operands import difference
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
@@ -57,17 +57,12 @@ def quantize(weight: torch.Tensor, how: str) -> torch.nn.Parameter:
     return torch.nn.Parameter(held, requires_grad=False)
 
 
-class Prepared(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = integer_linear(6, 8, True), integer_linear(8, 6, True)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(input))
+def whole_model() -> torch.nn.Module:
+    return chain(up=integer_linear(6, 8, True), down=integer_linear(8, 6, True))
 
 
 def model(kind: str, layout: Placement) -> torch.nn.Module:
-    whole = Prepared()
+    whole = whole_model()
     if kind == "layers":
         sequence = layout.is_shard()
         whole.up = ColumnParallelLinear.from_linear(whole.up, sequence_parallel=sequence)
@@ -91,7 +86,7 @@ def model(kind: str, layout: Placement) -> torch.nn.Module:
 def test_foreign_weights_run_by_pytorch(failures: Failures, kind: str, how: str) -> None:
     for layout in (Replicate(), Shard(0)):
         given = integers(6, 6, seed=3)
-        right = Prepared()(given).detach()
+        right = whole_model()(given).detach()
         mine, right = (my_tokens(part) if layout.is_shard() else part for part in (given, right))
         quantized = model(kind, layout)
         for layer in (quantized.up, quantized.down):

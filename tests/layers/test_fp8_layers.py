@@ -8,13 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
 import overlap_torch
@@ -23,11 +18,7 @@ from frameworks import needs_module
 from operands import rank_device, world_name
 from overlap_torch._layers import fp8 as _fp8
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, token_slice
-from overlap_torch.parallel import (
-    OverlapColwiseParallel,
-    OverlapPrepareModuleInput,
-    OverlapRowwiseParallel,
-)
+from styles import OVERLAP, PYTORCH, gathered_tokens
 
 WIDTH, HIDDEN, TOKENS, STEPS = 32, 64, 48, 50
 CLOSE = 0.01  # of the loss
@@ -65,27 +56,37 @@ class OneProcess(torch.autograd.Function):
         return grad_input.float(), grad_weight.float(), None
 
 
+class Block(torch.nn.Module):
+    """An MLP with gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
 class Model(torch.nn.Module):
-    """An MLP with gate and up, twice, each behind a norm."""
+    """An MLP, twice, each behind a norm."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.gate = torch.nn.ModuleList(
-            torch.nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2)
-        )
-        self.up = torch.nn.ModuleList(torch.nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = torch.nn.ModuleList(
-            torch.nn.Linear(HIDDEN, WIDTH, bias=False) for _ in range(2)
-        )
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(functional.layer_norm(x, (WIDTH,)))
+        return x
 
     def whole(self, x: torch.Tensor, by_rows: bool) -> torch.Tensor:
-        for gate, up, down in zip(self.gate, self.up, self.down, strict=True):
+        """The same in fp8, by its definition."""
+        for block in self.blocks:
             y = functional.layer_norm(x, (WIDTH,))
-            y = functional.silu(OneProcess.apply(y, gate.weight, by_rows)) * OneProcess.apply(
-                y, up.weight, by_rows
-            )
-            x = x + OneProcess.apply(y, down.weight, by_rows)
+            gate, up = (OneProcess.apply(y, one.weight, by_rows) for one in (block.gate, block.up))
+            x = x + OneProcess.apply(functional.silu(gate) * up, block.down.weight, by_rows)
         return x
 
 
@@ -95,12 +96,12 @@ class Parallel(torch.nn.Module):
     def __init__(self, model: Model, fp8: str | None, sequence: bool) -> None:
         super().__init__()
         keywords = {"group": world_name(), "sequence_parallel": sequence, "fp8": fp8}
-        pairs = zip(model.gate, model.up, strict=True)
         self.wide = torch.nn.ModuleList(
-            ColumnParallelLinear.from_linear(pair, **keywords) for pair in pairs
+            ColumnParallelLinear.from_linear((block.gate, block.up), **keywords)
+            for block in model.blocks
         )
         self.down = torch.nn.ModuleList(
-            RowParallelLinear.from_linear(one, **keywords) for one in model.down
+            RowParallelLinear.from_linear(block.down, **keywords) for block in model.blocks
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -246,10 +247,7 @@ def test_fp8_casts_an_input_once_for_several_weights(failures: Failures) -> None
 def test_fp8_names_of_recipes_are_checked(failures: Failures) -> None:
     for kind in (ColumnParallelLinear, RowParallelLinear):
         said = message_of(kind, 8, 8, group=world_name(), fp8="blockwise", device="meta")
-        missing = [
-            part for part in ("'blockwise'", "'tensorwise'", "'rowwise'") if part not in said
-        ]
-        failures.expect(f"lacks {missing}: {said!r}" if missing else None, kind.__name__)
+        failures.says(said, ("'blockwise'", "'tensorwise'", "'rowwise'"), kind.__name__)
     layer = ColumnParallelLinear(8, 8, group=world_name(), fp8="rowwise")
     state = layer.state_dict()
     other = ColumnParallelLinear(8, 8, group=world_name())
@@ -263,58 +261,24 @@ def test_fp8_names_of_recipes_are_checked(failures: Failures) -> None:
 # --- torchao --------------------------------------------------------------------------------------------------
 
 
-class Block(torch.nn.Module):
-    """Gate, up and down by their names, for styles."""
-
-    def __init__(self, model: Model, index: int) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = (
-            copy.deepcopy(layers[index]) for layers in (model.gate, model.up, model.down)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(functional.silu(self.gate(x)) * self.up(x))
-
-
-class Blocks(torch.nn.Module):
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Block(model, index) for index in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(functional.layer_norm(x, (WIDTH,)))
-        return x
-
-
 def with_torchao(model: Model, config, ours: bool) -> torch.nn.Module:
     """Float8Linear layers with styles, tokens cut outside of the blocks."""
     from torchao.float8.float8_linear import Float8Linear
 
-    blocks = Blocks(model).to(rank_device())
-    for block in blocks.blocks:
+    model = copy.deepcopy(model).to(rank_device())
+    prepare, column, row = OVERLAP if ours else PYTORCH
+    mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
+    for block in model.blocks:
         for name in ("gate", "up", "down"):
             setattr(block, name, Float8Linear.from_float(getattr(block, name), config))
-    column, row, prepare = (
-        (OverlapColwiseParallel, OverlapRowwiseParallel, OverlapPrepareModuleInput)
-        if ours
-        else (ColwiseParallel, RowwiseParallel, PrepareModuleInput)
-    )
-    mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
-    for block in blocks.blocks:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "": prepare(
-                    input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=ours
-                ),
-                "gate": column(),
-                "up": column(),
-                "down": row(output_layouts=Shard(0)),
-            },
-        )
-    return blocks
+        styles = {
+            "": gathered_tokens(prepare, use_local_output=ours),
+            "gate": column(),
+            "up": column(),
+            "down": row(output_layouts=Shard(0)),
+        }
+        parallelize_module(block, mesh, styles)
+    return model
 
 
 @needs_module("torchao")

@@ -13,38 +13,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import parallelize_module
 
 import overlap_torch
 from checks import Failures, message_of
-from layers import integer_linear, integers
+from layers import chain, integer_linear, integers
 from meshes import mesh
 from operands import difference, rank_device
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, full_state_dict
-from overlap_torch.parallel import (
-    OverlapColwiseParallel,
-    OverlapPrepareModuleInput,
-    OverlapRowwiseParallel,
-)
 from overlap_torch.plan import Problem
+from styles import OVERLAP, PYTORCH
 
-PYTORCH = (PrepareModuleInput, ColwiseParallel, RowwiseParallel)
-OVERLAP = (OverlapPrepareModuleInput, OverlapColwiseParallel, OverlapRowwiseParallel)
 LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1), Partial())
-
-
-class Block(torch.nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.linear = integer_linear(8, 12, True, dtype)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.linear(input)
 
 
 def other_meshes(layers: DeviceMesh) -> dict[str, tuple[DeviceMesh, bool]]:
@@ -86,7 +66,7 @@ def test_inputs_of_other_meshes_are_right_or_refused(
     failures: Failures, prepared: bool, dtype: torch.dtype
 ) -> None:
     layers = mesh(2, 2)["tp"]
-    whole = Block(dtype)
+    whole = chain(linear=integer_linear(8, 12, True, dtype))
     value = integers(4, 6, 8, seed=3, dtype=dtype)
     plain = value.clone().requires_grad_()
     right = whole(plain)
@@ -101,9 +81,8 @@ def test_inputs_of_other_meshes_are_right_or_refused(
             prepare, column, rows = kinds
             styles = {"linear": (rows if row else column)(output_layouts=Replicate())}
             if prepared:
-                styles[""] = prepare(
-                    input_layouts=layout, desired_input_layouts=Shard(-1) if row else Replicate()
-                )
+                wanted = Shard(-1) if row else Replicate()
+                styles[""] = prepare(input_layouts=layout, desired_input_layouts=wanted)
             model = copy.deepcopy(whole)
             for parameter in model.parameters():
                 parameter.grad = None
@@ -141,21 +120,13 @@ def test_meshes_and_parameters_of_other_ranks_are_refused(failures: Failures) ->
         return torch.func.functional_call(layer, {"weight": foreign}, (integers(4, 8, seed=2),))
 
     for job, said in (
-        (lambda: ColumnParallelLinear(8, 12, group=turned), "ascending"),
-        (
-            lambda: parallelize_module(integer_linear(8, 12, True), turned, OVERLAP[1]()),
-            "ascending",
-        ),
-        (
-            lambda: parallelize_module(integer_linear(8, 12, True), turned, OVERLAP[2]()),
-            "ascending",
-        ),
+        (lambda: ColumnParallelLinear(8, 12, group=turned), "[3, 2, 1, 0]"),
+        (lambda: ColumnParallelLinear(8, 12, group=turned, device="meta"), "ascending"),
+        (lambda: styled(OVERLAP[1], turned), "ascending"),
+        (lambda: styled(OVERLAP[2], turned), "ascending"),
         (lambda: call(ColumnParallelLinear(8, 12, group=layers)), "its weight is a DTensor"),
         (lambda: call(RowParallelLinear(16, 12, group=layers)), "its weight is a DTensor"),
-        (
-            lambda: call(parallelize_module(integer_linear(8, 12, True), layers, OVERLAP[1]())),
-            "its weight is a DTensor",
-        ),
+        (lambda: call(styled(OVERLAP[1], layers)), "its weight is a DTensor"),
         (lambda: ColumnParallelLinear(8, 12)(foreign), "its input is a DTensor on"),
         (lambda: RowParallelLinear(8, 12)(foreign), "its input is a DTensor on"),
     ):
@@ -166,28 +137,28 @@ def test_meshes_and_parameters_of_other_ranks_are_refused(failures: Failures) ->
     failures.expect(difference(full_state_dict(layer)["weight"], foreign.full_tensor()), "loaded")
 
 
-def styled(style: type) -> torch.nn.Module:
-    return parallelize_module(integer_linear(3, 4, True), mesh(), style())
+def styled(style: type, ranks: DeviceMesh) -> torch.nn.Module:
+    return parallelize_module(integer_linear(8, 12, True), ranks, style())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_nested_tensors_are_refused_with_what_to_call(failures: Failures) -> None:
-    weight = integers(4, 3, seed=1)
+    weight = integers(12, 8, seed=1)
     world = dist.get_world_size()
     counts = [5] + [0] * (world - 1)
     for layout, gradient in itertools.product((torch.jagged, torch.strided), (False, True)):
-        rows = [integers(size, 3, seed=size) for size in (2, 3)]
+        rows = [integers(size, 8, seed=size) for size in (2, 3)]
         nested = torch.nested.nested_tensor(rows, layout=layout, requires_grad=gradient)
         for name, job in {
             "gemm_allreduce": lambda of: overlap_torch.gemm_allreduce(of, weight),
             "gemm_reducescatter": lambda of: overlap_torch.gemm_reducescatter(of, weight),
             "allgather_gemm": lambda of: overlap_torch.allgather_gemm(of, [weight]),
             "gemm_alltoall": lambda of: overlap_torch.gemm_alltoall(of, weight, counts, counts),
-            "ColumnParallelLinear": lambda of: ColumnParallelLinear(3, 4)(of),
-            "RowParallelLinear": lambda of: RowParallelLinear(3 * world, 4)(of),
-            "OverlapColwiseLinear": lambda of: styled(OVERLAP[1])(of),
-            "OverlapRowwiseLinear": lambda of: styled(OVERLAP[2])(of),
+            "ColumnParallelLinear": lambda of: ColumnParallelLinear(8, 12)(of),
+            "RowParallelLinear": lambda of: RowParallelLinear(8 * world, 12)(of),
+            "OverlapColwiseLinear": lambda of: styled(OVERLAP[1], mesh())(of),
+            "OverlapRowwiseLinear": lambda of: styled(OVERLAP[2], mesh())(of),
         }.items():
             message = message_of(job, nested)
             remedy = "input.values()" if layout == torch.jagged else "torch.cat(input.unbind())"
@@ -287,7 +258,7 @@ def test_layers_are_made_on_groups_that_are_made_again(
             layer = ones(RowParallelLinear(4 * size, 6, group=group))
             failures.expect(step(layer, x, 4.0 * size))
             named = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-            style = parallelize_module(torch.nn.Linear(4, 6), named, OverlapColwiseParallel())
+            style = parallelize_module(torch.nn.Linear(4, 6), named, OVERLAP[1]())
             failures.expect(step(ones(style), x, 4.0))
             for old in kept:
                 old.weight.detach().clone()  # PyTorch remembers the meshes of results

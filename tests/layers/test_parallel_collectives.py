@@ -9,13 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn import functional
 
 import overlap_torch
@@ -23,16 +17,10 @@ from checks import Failures
 from layers import fill_with_integers, integer_linear, integers
 from meshes import mesh
 from operands import difference, rank_device, world_name
-from overlap_torch.parallel import (
-    OverlapColwiseParallel,
-    OverlapPrepareModuleInput,
-    OverlapRowwiseParallel,
-)
+from styles import OVERLAP, PYTORCH, gathered_tokens
 from traffic import Traffic, traffic_of
 
 LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1))
-PYTORCH = (PrepareModuleInput, ColwiseParallel, RowwiseParallel)
-OVERLAP = (OverlapPrepareModuleInput, OverlapColwiseParallel, OverlapRowwiseParallel)
 
 
 def step(module: torch.nn.Module, input: torch.Tensor, grad: torch.Tensor) -> list[Traffic]:
@@ -147,13 +135,13 @@ def llama_plan(prepare: type, colwise: type, rowwise: type) -> dict[str, object]
         **{f"attention.{name}": colwise() for name in ("wq", "wk", "wv")},
         "attention.wo": rowwise(output_layouts=Shard(1)),
         "ffn_norm": SequenceParallel(),
-        "feed_forward": prepare(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "feed_forward": gathered_tokens(prepare, 1),
         **{f"feed_forward.{name}": colwise() for name in ("w1", "w3")},
         "feed_forward.w2": rowwise(output_layouts=Shard(1)),
     }
 
 
-@pytest.mark.parametrize("prepare", [PrepareModuleInput, OverlapPrepareModuleInput])
+@pytest.mark.parametrize("prepare", [PYTORCH[0], OVERLAP[0]])
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
 def test_collectives_of_llamas_block_are_no_more_than_pytorchs(
     failures: Failures, prepare: type
@@ -186,7 +174,7 @@ def test_collectives_are_counted_by_comm_debug_mode(failures: Failures) -> None:
     rows = [4 if rank == dist.get_rank() else 0 for rank in range(dist.get_world_size())]
 
     def layer_step() -> None:
-        style = OverlapColwiseParallel(input_layouts=Shard(0))
+        style = OVERLAP[1](input_layouts=Shard(0))
         layer = parallelize_module(integer_linear(6, 6, True), mesh(), style)
         layer(x.clone().requires_grad_()).sum().backward()
 

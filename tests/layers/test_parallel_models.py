@@ -8,12 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -21,9 +16,9 @@ from checks import Failures
 from layers import fill_with_integers, integer_linear, integers
 from meshes import check_parameter_gradients, mesh
 from operands import difference, rank_device
-from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
+from styles import OVERLAP, PYTORCH, gathered_tokens
 
-STYLES = (OverlapColwiseParallel, OverlapRowwiseParallel)
+STYLES = OVERLAP[1:]
 
 
 class Block(torch.nn.Module):
@@ -98,7 +93,7 @@ def test_parallel_model_has_the_unsharded_models_gradients(
     output.backward(gradient)
     check_parameter_gradients(failures, model, whole)
     # The same as PyTorch's own styles, down to placements.
-    native = parallel_model(sequence, ColwiseParallel, RowwiseParallel, mesh())
+    native = parallel_model(sequence, *PYTORCH[1:], mesh())
     for (name, own), other in zip(model.named_parameters(), native.parameters(), strict=True):
         same = (
             own.placements == other.placements and own.grad.placements == other.placements
@@ -166,7 +161,7 @@ def test_parallel_layers_share_a_prepared_input(failures: Failures) -> None:
     whole, model = Gated(), Gated()
     colwise, rowwise = STYLES
     plan = {
-        "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "": gathered_tokens(PYTORCH[0], 1),
         "gate": colwise(),
         "up": colwise(),
         "down": rowwise(output_layouts=Shard(1)),

@@ -21,11 +21,8 @@ from layers import fill_with_integers, integers
 from meshes import mesh
 from operands import difference, rank_device
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
-from overlap_torch.parallel import (
-    OverlapColwiseParallel,
-    OverlapPrepareModuleInput,
-    OverlapRowwiseParallel,
-)
+from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
+from styles import gathered_tokens
 from traffic import Traffic
 
 FEATURES, MICROBATCHES, TOKENS = 6, 4, 6
@@ -101,9 +98,7 @@ def parallel(kind: str, stage: Gated, tp: DeviceMesh) -> torch.nn.Module:
         prepared = Replicate() if "prepared" in kind else layout
         plan[name] = OverlapColwiseParallel(input_layouts=prepared)
     if "prepared" in kind:
-        plan[""] = OverlapPrepareModuleInput(
-            input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True
-        )
+        plan[""] = gathered_tokens(use_local_output=True)
     return parallelize_module(stage, tp, plan)
 
 

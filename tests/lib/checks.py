@@ -34,6 +34,15 @@ class Failures:
     def holds(self, part: object, whole: Container[object], *where: object) -> None:
         self.expect(None if part in whole else f"{part!r} is not in {whole!r}", *where)
 
+    def says(self, message: str, parts: Sequence[str], *where: object) -> None:
+        """The message must have all these parts."""
+        missing = [part for part in parts if part not in message]
+        self.expect(f"said {message!r}, without {missing}" if missing else None, *where)
+
+    def raises(self, part: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
+        """The call must raise an error that says this."""
+        self.says(message_of(call, *arguments, **keywords), [part], part)
+
     def near(
         self, found: torch.Tensor, right: torch.Tensor, *where: object, **tolerances: Any
     ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from unittest import mock
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from checks import Failures, close
 from operands import rank_device
 from overlap_torch.integrations import transformers
 from overlap_torch.integrations._release import require
@@ -30,9 +31,47 @@ def needs_module(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
 
 
+# A language model's for transformers' configurations; 16 columns.
+SMALL_MODEL = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
 needs_transformers = needs("transformers", transformers.RELEASES, "transformers")
 needs_megatron = needs("megatron-core", ("0.19",), "megatron")
 needs_torchtitan = needs("torchtitan", ("0.3",), "torchtitan")
+
+
+def check_training(
+    failures: Failures,
+    own: torch.nn.Module,
+    ours: torch.nn.Module,
+    step: Callable[[torch.nn.Module], torch.Tensor],
+    finish_gradients: Callable[[], None] = lambda: None,
+) -> None:
+    """Losses, gradients and parameters of three steps, beside the framework's own; ``step`` runs backward and returns the loss."""
+    models, mine = (own, ours), dict(ours.named_parameters())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for number in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        right, loss = (step(model).detach() for model in models)
+        failures.expect(close(loss, right), "loss of step", number)
+        finish_gradients()
+        for name, parameter in own.named_parameters():
+            failures.expect(close(mine[name].grad, parameter.grad), "gradient", name, number)
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, parameter in own.named_parameters():
+            failures.expect(close(mine[name].detach(), parameter.detach()), name, number)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -34,6 +35,11 @@ def fill_with_integers(module: torch.nn.Module) -> None:
             parameter.copy_(integers(*parameter.shape, seed=100 + seed))
 
 
+def chain(**layers: torch.nn.Module) -> torch.nn.Sequential:
+    """A module with these layers, one after the other."""
+    return torch.nn.Sequential(OrderedDict(layers))
+
+
 def my_part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """This rank's part, as DTensor's Shard cuts: equal parts, of which the last may be cut short."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -48,6 +54,15 @@ def my_features(tensor: torch.Tensor) -> torch.Tensor:
 
 def my_tokens(tensor: torch.Tensor) -> torch.Tensor:
     return my_part(tensor, 0)
+
+
+# A layer's kind, whether tokens are cut, and the ops that run forward and backward.
+OPS_OF_LAYERS = (
+    ("column", False, set(), {"gemm_allreduce"}),
+    ("column", True, {"allgather_gemm"}, {"gemm_reducescatter"}),
+    ("row", False, {"gemm_allreduce"}, set()),
+    ("row", True, {"gemm_reducescatter"}, {"allgather_gemm"}),
+)
 
 
 def op_counts(job: Callable[[], object]) -> dict[str, int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from overlap_torch import plan as plans
 from overlap_torch.plan import Machine, Plan, Problem
-from overlap_torch.plan.types import DType
+from overlap_torch.plan._library import parse_machine
+from overlap_torch.plan.templates import make_plan
+from overlap_torch.plan.types import DType, Op
 
 
 def hopper(**changes: object) -> Machine:
@@ -37,8 +39,23 @@ def cpu(**changes: object) -> Machine:
 
 
 def big(**changes: object) -> Problem:
-    fields = {"m": 8192, "n": 8192, "k": 7168, "dtype": DType.BFLOAT16, "world_size": 2}
+    """A large one; an all-to-all's rows differ by rank, so that it has none."""
+    rows = 0 if changes.get("op") == Op.GEMM_ALLTOALL else 8192
+    fields = {"m": rows, "n": 8192, "k": 7168, "dtype": DType.BFLOAT16, "world_size": 2}
     return Problem(**{**fields, **changes})
+
+
+def checked_candidates(problem: Problem, machine: Machine) -> list[Plan]:
+    """The planner's, valid, distinct and as their codes have them; and the plan that a rank makes that reads the machine is the same."""
+    found = plans.candidates(problem, machine)
+    for plan in found:
+        plan.validate()
+        assert plan.problem == problem
+        assert plans.files.decode(plans.files.encode(plan)) == plan
+    assert len({tuple(plans.files.encode(plan)) for plan in found}) == len(found)
+    read = parse_machine(repr(machine))
+    assert make_plan(problem, read) == make_plan(problem, machine)
+    return found
 
 
 def total(plan: Plan, machine: Machine) -> float:

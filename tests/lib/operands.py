@@ -77,18 +77,21 @@ class Case:
         )
 
 
+def in_layouts_of_rank(case: Case, turn: int, rank: int) -> Case:
+    """The case in other strides and alignments on every rank, and in every turn."""
+    # "expanded" changes the operands' values, not only their places; all ranks would have to take it.
+    inputs = [layout for layout in INPUT_LAYOUTS if layout != "expanded"]
+    return case.with_(
+        input_layout=inputs[(turn + rank) % len(inputs)],
+        weight_layout=WEIGHT_LAYOUTS[(turn + 3 * rank) % len(WEIGHT_LAYOUTS)],
+    )
+
+
 @dataclass
 class Operands:
     input: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-
-    def clone(self) -> Operands:
-        return Operands(
-            self.input.clone(),
-            self.weight.clone(),
-            None if self.bias is None else self.bias.clone(),
-        )
 
 
 def _generator(device: torch.device, *key: object) -> torch.Generator:

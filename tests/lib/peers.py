@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from checks import Failures, check_plan
-from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case
+from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case, in_layouts_of_rank
 from ops import OPS
 from overlap_torch.plan import Plan
 from overlap_torch.plan.templates import at_once, row_panels
@@ -137,8 +137,5 @@ def check_other_layouts(
                     mine = case.with_(**{field: layout}) if rank == other else case
                     check_plan(failures, mine, plan, "rank", other, "has", layout, op=op)
         for turn in range(len(WEIGHT_LAYOUTS)):
-            mine = case.with_(
-                input_layout=inputs[(turn + rank) % len(inputs)],
-                weight_layout=WEIGHT_LAYOUTS[(turn + 3 * rank) % len(WEIGHT_LAYOUTS)],
-            )
+            mine = in_layouts_of_rank(case, turn, rank)
             check_plan(failures, mine, plan, "turn", turn, op=op)

@@ -24,10 +24,9 @@ def xml(
         f'<algo name="made" nchunksperloop="{chunks}" nchannels="2" proto="Simple" ngpus="{world}" coll="{coll}" '
         f'inplace="{int(inplace)}" outofplace="{int(not inplace)}" minBytes="0" maxBytes="0">'
     ]
+    sizes = f'i_chunks="{chunks}" o_chunks="{chunks}" s_chunks="{scratch}"'
     for rank in range(world):
-        lines.append(
-            f'<gpu id="{rank}" i_chunks="{chunks}" o_chunks="{chunks}" s_chunks="{scratch}">'
-        )
+        lines.append(f'<gpu id="{rank}" {sizes}>')
         for number, (send, recv, channel, steps) in enumerate(blocks(rank)):
             lines.append(f'<tb id="{number}" send="{send}" recv="{recv}" chan="{channel}">')
             for index, (kind, source, destination, *more) in enumerate(steps):
@@ -51,22 +50,17 @@ def ring_allreduce(world: int, inplace: bool = True) -> str:
         made = []
         for channel in range(2):
 
-            def chunk(number, channel=channel):
-                return 2 * (number % world) + channel
+            def step(kind, source, number, channel=channel):
+                chunk = 2 * (number % world) + channel
+                return kind, f"{source}{chunk}", f"{buffer}{chunk}"
 
-            steps = [("s", f"i{chunk(rank)}", f"{buffer}{chunk(rank)}")]
-            steps += [
-                ("rrs", f"i{chunk(rank - step)}", f"{buffer}{chunk(rank - step)}")
-                for step in range(1, world - 1)
+            steps = [
+                step("s", "i", rank),
+                *(step("rrs", "i", rank - back) for back in range(1, world - 1)),
+                step("rrcs", "i", rank + 1),
+                *(step("rcs", buffer, rank - back) for back in range(world - 2)),
+                step("r", buffer, rank + 2),
             ]
-            last = chunk(rank + 1)
-            steps.append(("rrcs", f"i{last}", f"{buffer}{last}"))
-            steps += [
-                ("rcs", f"{buffer}{chunk(rank - step)}", f"{buffer}{chunk(rank - step)}")
-                for step in range(world - 2)
-            ]
-            last = chunk(rank + 2)
-            steps.append(("r", f"{buffer}{last}", f"{buffer}{last}"))
             made.append(((rank + 1) % world, (rank - 1) % world, channel, steps))
         return made
 
@@ -195,6 +189,17 @@ class Gpu:
         ids = [self.peers.index(peer) + min(block, 1) * len(self.peers)]
         self.op(name, block, channel_ids=ids, channel_type="memory", **fields)
 
+    def send(self, name: str, peer: int, source: str, target: str, block: int = 0) -> None:
+        """From a place of its own to one of a peer's."""
+        buffers = {"src_buff": [self.local(source)], "dst_buff": [self.remote(peer, target)]}
+        self.at(name, peer, block, **buffers)
+
+    def at_all(self, *names: str, block: int = 0) -> None:
+        """These operations on the channel to each peer."""
+        for peer in self.peers:
+            for name in names:
+                self.at(name, peer, block)
+
     def data(self) -> dict[str, Any]:
         channels = list(range(2 * len(self.peers)))
         buffers = list(range(len(self.peers) * len(self.kinds)))
@@ -226,158 +231,123 @@ class Gpu:
 
 def execution_plan(
     collective: str,
-    world: int,
-    chunks: tuple[int, int, int],
-    write: Callable[[Gpu], None],
+    chunks: Callable[[int], tuple[int, int, int]],
     inplace: bool = True,
     protocol: str = "Simple",
-) -> dict[str, Any]:
-    gpus = [Gpu(rank, world, chunks) for rank in range(world)]
-    for gpu in gpus:
-        write(gpu)
-    return {
-        "name": "made",
-        "collective": collective,
-        "protocol": protocol,
-        "inplace": inplace,
-        "reuse_resources": False,
-        "gpus": [gpu.data() for gpu in gpus],
-        "num_threads_per_block": 1024,
-        "use_double_scratch_buffer": False,
-        "buffer_alignment": 16,
-        "min_message_size": 0,
-        "max_message_size": 2**64 - 1,
-    }
+) -> Callable[[Callable[[Gpu], None]], Callable[[int], dict[str, Any]]]:
+    """Makes a plan for any number of ranks of a function that writes one GPU's part of it. ``chunks``: of input, output and
+    scratch, by the number of ranks."""
+
+    def decorator(write: Callable[[Gpu], None]) -> Callable[[int], dict[str, Any]]:
+        def made(world: int) -> dict[str, Any]:
+            gpus = [Gpu(rank, world, chunks(world)) for rank in range(world)]
+            for gpu in gpus:
+                write(gpu)
+            return {
+                "name": "made",
+                "collective": collective,
+                "protocol": protocol,
+                "inplace": inplace,
+                "reuse_resources": False,
+                "gpus": [gpu.data() for gpu in gpus],
+                "num_threads_per_block": 1024,
+                "use_double_scratch_buffer": False,
+                "buffer_alignment": 16,
+                "min_message_size": 0,
+                "max_message_size": 2**64 - 1,
+            }
+
+        return made
+
+    return decorator
 
 
-def put_allgather(world: int) -> dict[str, Any]:
+@execution_plan("allgather", lambda world: (1, world, 0))
+def put_allgather(gpu: Gpu) -> None:
     """Everyone puts its part into all outputs, in place, behind a signal that they are ready."""
-
-    def write(gpu):
-        for peer in gpu.peers:
-            gpu.at("rlxsignal", peer)
-            gpu.at("rlxwait", peer)
-        for peer in gpu.peers:
-            own = f"o{gpu.rank}"
-            gpu.at("put", peer, src_buff=[gpu.local("i0")], dst_buff=[gpu.remote(peer, own)])
-            gpu.op("nop")
-            gpu.at("signal", peer)
-        for peer in gpu.peers:
-            gpu.at("wait", peer)
+    gpu.at_all("rlxsignal", "rlxwait")
+    for peer in gpu.peers:
+        gpu.send("put", peer, "i0", f"o{gpu.rank}")
         gpu.op("nop")
+        gpu.at("signal", peer)
+    gpu.at_all("wait")
+    gpu.op("nop")
 
-    return execution_plan("allgather", world, (1, world, 0), write)
 
-
-def read_allreduce(world: int) -> dict[str, Any]:
+@execution_plan("allreduce", lambda world: (world, world, 0))
+def read_allreduce(gpu: Gpu) -> None:
     """Each rank reads its chunk of all peers and adds it up, then puts the sum into all; shared by two thread blocks, which
     meet at barriers."""
-
-    def write(gpu):
-        own = f"i{gpu.rank}"
-        share = [{"tb_id": block, "tbg_size": 2} for block in range(2)]
-        for peer in gpu.peers:
-            gpu.at("signal", peer)
-            gpu.at("wait", peer)
-        for block in range(2):
-            gpu.op("barrier", block, barrier_id=0, num_threadblocks=2)
-            sources = [gpu.local(own), *(gpu.remote(peer, own) for peer in gpu.peers)]
-            targets = [gpu.local(own), *(gpu.remote(peer, own) for peer in gpu.peers)]
-            gpu.op(
-                "rres", block, src_buff=sources, dst_buff=targets, channel_type="memory",
-                reduce_op="sum", tbg_info=share[block],
-            )  # fmt: skip
-            gpu.op("barrier", block, barrier_id=1, num_threadblocks=2)
-        for peer in gpu.peers:
-            gpu.at("signal", peer)
-            gpu.at("wait", peer)
-
-    return execution_plan("allreduce", world, (world, world, 0), write)
+    own = f"i{gpu.rank}"
+    gpu.at_all("signal", "wait")
+    for block in range(2):
+        gpu.op("barrier", block, barrier_id=0, num_threadblocks=2)
+        sources, targets = (
+            [gpu.local(own), *(gpu.remote(peer, own) for peer in gpu.peers)] for _ in range(2)
+        )
+        gpu.op(
+            "rres", block, src_buff=sources, dst_buff=targets, channel_type="memory",
+            reduce_op="sum", tbg_info={"tb_id": block, "tbg_size": 2},
+        )  # fmt: skip
+        gpu.op("barrier", block, barrier_id=1, num_threadblocks=2)
+    gpu.at_all("signal", "wait")
 
 
-def scratch_allreduce(world: int) -> dict[str, Any]:
+@execution_plan("allreduce", lambda world: (world, world, world))
+def scratch_allreduce(gpu: Gpu) -> None:
     """Chunks to their rank's scratch; a second thread block adds them up behind a semaphore, and all get the sum."""
-
-    def write(gpu):
-        gpu.semaphores.append({"init_value": 0})
-        for peer in gpu.peers:
-            gpu.at(
-                "pws", peer, src_buff=[gpu.local(f"i{peer}")],
-                dst_buff=[gpu.remote(peer, f"s{gpu.rank}")],
-            )  # fmt: skip
-        for peer in gpu.peers:
-            gpu.at("wait", peer)
-        gpu.op("sem_release", semaphore_ids=[0])
-        own = gpu.local(f"i{gpu.rank}")
-        gpu.op("sem_acquire", 1, semaphore_ids=[0])
-        terms = [gpu.local(f"s{peer}") for peer in gpu.peers]
-        gpu.op("re", 1, src_buff=[own, *terms], dst_buff=[own], reduce_op="sum")
-        for peer in gpu.peers:
-            gpu.at(
-                "put", peer, 1, src_buff=[own], dst_buff=[gpu.remote(peer, f"o{gpu.rank}")]
-            )  # fmt: skip
-        gpu.op("flush", 1)
-        for peer in gpu.peers:
-            gpu.at("signal", peer, 1)
-            gpu.at("wait", peer, 1)
-
-    return execution_plan("allreduce", world, (world, world, world), write)
+    gpu.semaphores.append({"init_value": 0})
+    for peer in gpu.peers:
+        gpu.send("pws", peer, f"i{peer}", f"s{gpu.rank}")
+    gpu.at_all("wait")
+    gpu.op("sem_release", semaphore_ids=[0])
+    own = gpu.local(f"i{gpu.rank}")
+    gpu.op("sem_acquire", 1, semaphore_ids=[0])
+    terms = [gpu.local(f"s{peer}") for peer in gpu.peers]
+    gpu.op("re", 1, src_buff=[own, *terms], dst_buff=[own], reduce_op="sum")
+    for peer in gpu.peers:
+        gpu.send("put", peer, f"i{gpu.rank}", f"o{gpu.rank}", block=1)
+    gpu.op("flush", 1)
+    gpu.at_all("signal", "wait", block=1)
 
 
-def get_reduce_scatter(world: int) -> dict[str, Any]:
+@execution_plan("reducescatter", lambda world: (world, 1, 1), inplace=False)
+def get_reduce_scatter(gpu: Gpu) -> None:
     """Each rank fetches its chunk of one peer after the other into scratch, and adds it to its output."""
-
-    def write(gpu):
-        gpu.op("copy", src_buff=[gpu.local(f"i{gpu.rank}")], dst_buff=[gpu.local("o0")])
-        for peer in gpu.peers:
-            gpu.at("signal", peer)
-            gpu.at("wait", peer)
-            gpu.at(
-                "get", peer, src_buff=[gpu.remote(peer, f"i{gpu.rank}")],
-                dst_buff=[gpu.local("s0")],
-            )  # fmt: skip
-            gpu.op("nop")
-            gpu.op("re", src_buff=[gpu.local("o0"), gpu.local("s0")], dst_buff=[gpu.local("o0")])
-
-    return execution_plan("reducescatter", world, (world, 1, 1), write, inplace=False)
+    gpu.op("copy", src_buff=[gpu.local(f"i{gpu.rank}")], dst_buff=[gpu.local("o0")])
+    for peer in gpu.peers:
+        gpu.at("signal", peer)
+        gpu.at("wait", peer)
+        theirs = gpu.remote(peer, f"i{gpu.rank}")
+        gpu.at("get", peer, src_buff=[theirs], dst_buff=[gpu.local("s0")])
+        gpu.op("nop")
+        gpu.op("re", src_buff=[gpu.local("o0"), gpu.local("s0")], dst_buff=[gpu.local("o0")])
 
 
-def put_alltoall(world: int) -> dict[str, Any]:
-    def write(gpu):
-        gpu.op("copy", src_buff=[gpu.local(f"i{gpu.rank}")], dst_buff=[gpu.local(f"o{gpu.rank}")])
-        for peer in gpu.peers:
-            gpu.at(
-                "put", peer, src_buff=[gpu.local(f"i{peer}")],
-                dst_buff=[gpu.remote(peer, f"o{gpu.rank}")],
-            )  # fmt: skip
-            gpu.at("signal", peer)
-        for peer in gpu.peers:
-            gpu.at("wait", peer)
-
-    return execution_plan("alltoall", world, (world, world, 0), write, inplace=False)
+@execution_plan("alltoall", lambda world: (world, world, 0), inplace=False)
+def put_alltoall(gpu: Gpu) -> None:
+    gpu.op("copy", src_buff=[gpu.local(f"i{gpu.rank}")], dst_buff=[gpu.local(f"o{gpu.rank}")])
+    for peer in gpu.peers:
+        gpu.send("put", peer, f"i{peer}", f"o{gpu.rank}")
+        gpu.at("signal", peer)
+    gpu.at_all("wait")
 
 
-def packet_allreduce(world: int) -> dict[str, Any]:
+@execution_plan("allreduce", lambda world: (world, world, 2 * world), protocol="LL")
+def packet_allreduce(gpu: Gpu) -> None:
     """Chunks to their rank's scratch as packets, where a second thread block adds them up, and sends the sum on; a third one
     unpacks what comes. Nothing but the packets says what waits for what."""
-
-    def write(gpu):
-        own = gpu.local(f"i{gpu.rank}")
-        for peer in gpu.peers:
-            gpu.at(
-                "ppkt", peer, src_buff=[gpu.local(f"i{peer}")],
-                dst_buff=[gpu.remote(peer, f"s{gpu.rank}")],
-            )  # fmt: skip
-        sums = [gpu.remote(peer, f"s{world + gpu.rank}") for peer in gpu.peers]
-        terms = [gpu.local(f"s{peer}") for peer in gpu.peers]
-        copy = gpu.local(f"s{world + gpu.rank}")
-        gpu.op("recpkt", 1, src_buff=[own, *terms], dst_buff=[own, copy], reduce_op="sum")
-        gpu.op("rppkt", 1, src_buff=[copy], dst_buff=sums, channel_type="memory")
-        for peer in gpu.peers:
-            packets = gpu.local(f"s{world + peer}")
-            gpu.op("upkt", 2, src_buff=[packets], dst_buff=[gpu.local(f"i{peer}")])
-
-    return execution_plan("allreduce", world, (world, world, 2 * world), write, protocol="LL")
+    world, own = 1 + len(gpu.peers), gpu.local(f"i{gpu.rank}")
+    for peer in gpu.peers:
+        gpu.send("ppkt", peer, f"i{peer}", f"s{gpu.rank}")
+    sums = [gpu.remote(peer, f"s{world + gpu.rank}") for peer in gpu.peers]
+    terms = [gpu.local(f"s{peer}") for peer in gpu.peers]
+    copy = gpu.local(f"s{world + gpu.rank}")
+    gpu.op("recpkt", 1, src_buff=[own, *terms], dst_buff=[own, copy], reduce_op="sum")
+    gpu.op("rppkt", 1, src_buff=[copy], dst_buff=sums, channel_type="memory")
+    for peer in gpu.peers:
+        packets = gpu.local(f"s{world + peer}")
+        gpu.op("upkt", 2, src_buff=[packets], dst_buff=[gpu.local(f"i{peer}")])
 
 
 MSCCLPP: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {

@@ -12,15 +12,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from checks import Failures, close
-from layers import integer_linear, integers, my_features, my_tokens
+from layers import chain, integer_linear, integers, my_features, my_tokens
 from meshes import mesh
 from operands import difference, rank_device
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
-from overlap_torch.parallel import (
-    OverlapColwiseParallel,
-    OverlapPrepareModuleInput,
-    OverlapRowwiseParallel,
-)
+from styles import OVERLAP, gathered_tokens
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 IN, OUT = 6, 8
@@ -34,25 +30,10 @@ def styled(style: type, **layouts: object) -> Callable[[torch.nn.Linear], torch.
     return lambda linear: parallelize_module(linear, mesh(), style(**layouts))
 
 
-class Prepared(torch.nn.Module):
-    """A module that reads its gathered input by a layer, and changes what that returns."""
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.linear(input)
-
-
 def prepared(linear: torch.nn.Linear) -> torch.nn.Module:
-    plan = {
-        "": OverlapPrepareModuleInput(
-            input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True
-        ),
-        "linear": OverlapColwiseParallel(),
-    }
-    return parallelize_module(Prepared(linear), mesh(), plan)
+    """A module that reads its gathered input by a layer, and returns what that returns."""
+    plan = {"": gathered_tokens(use_local_output=True), "linear": COLWISE()}
+    return parallelize_module(chain(linear=linear), mesh(), plan)
 
 
 def first_of_several(**options: object) -> Callable[[torch.nn.Linear], torch.nn.Module]:
@@ -67,7 +48,7 @@ def layer(kind: type, **options: object) -> Callable[[torch.nn.Linear], torch.nn
     return lambda linear: kind.from_linear(linear, **options)
 
 
-COLWISE, ROWWISE = OverlapColwiseParallel, OverlapRowwiseParallel
+_, COLWISE, ROWWISE = OVERLAP
 # The layer, and which part of the whole input and output is this rank's.
 CASES: dict[str, tuple[Callable, Cut, Cut]] = {
     "colwise": (styled(COLWISE), whole, my_features),

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import overlap_torch
 from checks import Failures, message_of
-from operands import difference, integers, rank_device, world_name
+from operands import difference, integers, rank_device, subgroup, world_name
 from overlap_torch._moe import ops
 from tests.ops.test_moe import ROUTINGS, Case, ids_of
 
@@ -73,9 +73,9 @@ def test_moe_dispatch_rows_and_traffic(failures: Failures, align: int, order_of_
         finally:
             ops.all_to_all = all_to_all
         failures.expect(difference(rows, torch.stack(right) if right else x[0][:0]), "rows", case)
-        failures.expect(None if route.offs.tolist() == ends else str(route.offs), "offs", case)
-        failures.expect(None if route.counts.tolist() == counts else str(route.counts), case)
-        failures.expect(None if route.offs.dtype == torch.int32 else "offs are no int32", case)
+        failures.equal(route.offs.tolist(), ends, "offs", case)
+        failures.equal(route.counts.tolist(), counts, "counts", case)
+        failures.equal(route.offs.dtype, torch.int32, "offs", case)
 
         experts = case.experts_of(world)
         owner = torch.arange(world).repeat_interleave(torch.tensor(experts)).tolist()
@@ -128,8 +128,8 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
         output.square().sum().backward()
         found.append([output.detach(), *(t.grad for t in given if t.grad is not None)])
     failures.expect_equal(found[1], found[0], "compiled")
-    failures.expect(None if len(found[0]) == 5 else "gradients are missing")
-    failures.expect(None if counter.frame_count == 1 else f"{counter.frame_count} graphs")
+    failures.equal(len(found[0]), 5, "output and gradients")
+    failures.equal(counter.frame_count, 1, "graphs")
 
     x, ids, shares, gate_up, down = operands(True)
     experts = [gate_up.shape[0]] * dist.get_world_size()
@@ -164,15 +164,13 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
         for test, result in torch.library.opcheck(
             operator, arguments, test_utils=tests, raise_exception=False
         ).items():
-            failures.expect(None if result == "SUCCESS" else str(result), test, name)
+            failures.equal(result, "SUCCESS", test, name)
 
     given = operands(True)
     with FlopCounterMode(display=False) as counted:
         overlap_torch.moe(*given).sum().backward()
     # Forward, the rows' gradients and the weights' have two products of each row.
-    right = 3 * 2 * size * (32 * 8 + 16 * 8)
-    total = counted.get_total_flops()
-    failures.expect(None if total == right else f"{total} flops, expected {right}")
+    failures.equal(counted.get_total_flops(), 3 * 2 * size * (32 * 8 + 16 * 8), "FLOP")
 
     given = operands(False)
     low = [t if t.dtype == torch.int64 else t.bfloat16() for t in given]
@@ -182,7 +180,8 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
     failures.expect(difference(output, overlap_torch.moe(*low)), "autocast")
 
 
-def check_second_order() -> bool:
+@pytest.mark.ranks((1, "gloo"), (1, "nccl"))
+def test_moe_second_order(failures: Failures) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 3), (3, 2), (2, 4, 3), (2, 3, 2)]
     inputs = [
@@ -196,12 +195,8 @@ def check_second_order() -> bool:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an operator without gradients warns
-        return torch.autograd.gradgradcheck(function, [t.requires_grad_() for t in inputs])
-
-
-@pytest.mark.ranks((1, "gloo"), (1, "nccl"))
-def test_moe_second_order(ranks):
-    assert all(ranks.run(check_second_order))
+        right = torch.autograd.gradgradcheck(function, [t.requires_grad_() for t in inputs])
+    failures.equal(right, True)
 
 
 WRONG = [
@@ -250,24 +245,20 @@ def test_moe_errors_come_before_anything_is_sent(failures: Failures) -> None:
             right = type(error) is kind and text in str(error)
             failures.expect(None if right else f"{error!r}", text)
     limits = {"max_tokens": 9, "max_rows": 1, "transport": "nccl"}
-    message = message_of(overlap_torch.moe, *operands(False), **limits)
-    failures.expect(None if "more than max_rows=1." in message else message)
+    failures.raises("more than max_rows=1.", overlap_torch.moe, *operands(False), **limits)
     rows, route = overlap_torch.moe_dispatch(*operands(False)[:2], num_experts=4)
     message = message_of(overlap_torch.moe_combine, torch.cat([rows, rows[:1]]), route)
     if rows.shape[0] > 0:
-        failures.expect(None if f"R = {rows.shape[0]} rows" in message else message)
+        failures.holds(f"R = {rows.shape[0]} rows", message)
     failures.expect(None if overlap_torch.moe(*operands(False)).isfinite().all() else "not finite")
 
 
-def check_widths_differ() -> list[str]:
-    x, ids, *_ = operands(False)
-    return message_of(overlap_torch.moe_dispatch, x[:, : 8 - dist.get_rank()], ids, num_experts=4)
-
-
 @pytest.mark.ranks((2, "gloo"))
-def test_moe_ranks_that_differ_all_raise(ranks):
-    messages = ranks.run(check_widths_differ)
-    assert all("all-to-all of rows of [8]" in m and "[7]" in m for m in messages), messages
+def test_moe_ranks_that_differ_all_raise(failures: Failures) -> None:
+    x, ids, *_ = operands(False)
+    x = x[:, : 8 - dist.get_rank()]
+    message = message_of(overlap_torch.moe_dispatch, x, ids, num_experts=4)
+    failures.says(message, ("all-to-all of rows of [8]", "[7]"))
 
 
 @pytest.mark.parametrize("experts", [4, 5])
@@ -313,16 +304,11 @@ def test_moe_layer_is_the_whole_layer(failures: Failures, experts: int) -> None:
         expected[name] = parameter.grad.to_local()[begin : begin + own.shape[0]]
         found[name] = own
     for name, right in expected.items():
-        problem = None
-        if not torch.allclose(found[name], right, rtol=1e-12, atol=1e-12):
-            problem = f"off by {(found[name] - right).abs().max()}"
-        failures.expect(problem, name)
-    message = message_of(again, everybody[rank].to(device), torch.zeros(1), torch.zeros(1))
-    failures.expect(None if "x only with one" in message else message)
+        failures.near(found[name], right, name, rtol=1e-12, atol=1e-12)
+    zero = torch.zeros(1)
+    failures.raises("x only with one", again, everybody[rank].to(device), zero, zero)
 
 
 def single_rank_group() -> dist.ProcessGroup:
-    from operands import subgroup
-
     groups = [subgroup((rank,)) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]

@@ -115,5 +115,4 @@ def test_peers_are_used_where_only_nccl_must_not(failures: Failures) -> None:
 @pytest.mark.ranks((2, "nccl"))
 @pytest.mark.fresh(environment={"OVERLAP_PEERS": "perhaps"})
 def test_peers_setting_is_0_or_1(failures: Failures) -> None:
-    said = message_of(plan_module.machine)
-    failures.holds("OVERLAP_PEERS is 'perhaps'; it must be 0 or 1", said)
+    failures.raises("OVERLAP_PEERS is 'perhaps'; it must be 0 or 1", plan_module.machine)

@@ -10,6 +10,7 @@ import torch
 from overlap_torch import plan as plans
 from overlap_torch.plan import Plan, Problem
 from overlap_torch.plan._explain import H200
+from overlap_torch.plan.templates import make_plan, make_sequential, row_panels
 from overlap_torch.plan.types import Collective, DType, Kernel, Op, Recipe, Schedule, Transport
 
 every_op = pytest.mark.parametrize("op", list(Op.__members__.values()), ids=lambda op: op.name)
@@ -45,7 +46,7 @@ def test_fp8_plans_are_sequential_on_cpu(op):
     cpu = plans.Machine(sm_count=4, sm_gflops=20.0, link_gbps=1.0)
     found = plans.candidates(scaled(op), cpu)
     assert [plan.schedule for plan in found] == [Schedule.SEQUENTIAL]
-    assert plans.templates.make_plan(scaled(op), cpu) == found[0]
+    assert make_plan(scaled(op), cpu) == found[0]
 
 
 def over_peers(plan: Plan) -> bool:
@@ -81,17 +82,17 @@ def test_fp8_plans_on_hopper_are_ping_pongs_where_sums_may_be_their_own(op, peer
 def test_fp8_planner_takes_the_kernels_over_peers_with_fast_accumulation(m, nk, recipe, world):
     for op in (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER):
         problem = Problem(m, *nk, "float8_e4m3fn", world, op, recipe, fast_accum=True)
-        plan = plans.templates.make_plan(problem, H200)
+        plan = make_plan(problem, H200)
         assert plan.kernel in PINGPONG and over_peers(plan), problem
         # Between four ranks the shortest ones send all partial sums at once.
         assert plan.collective == Collective.RING or (world, m) == (4, 4096), problem
         assert gain(plan) > (1.2 if world == 2 else 1.05), problem
     gather = Problem(m, *nk, "float8_e4m3fn", world, Op.ALLGATHER_GEMM, recipe, fast_accum=True)
-    assert over_peers(plans.templates.make_plan(gather, H200)), gather
+    assert over_peers(make_plan(gather, H200)), gather
 
 
 def gain(plan: Plan) -> float:
-    sequence = plans.templates.make_sequential(plan.problem, H200)
+    sequence = make_sequential(plan.problem, H200)
     return plans.predict(sequence, H200).total_us / plans.predict(plan, H200).total_us
 
 
@@ -126,7 +127,7 @@ def test_fp8_plans_of_few_rows_are_direct(op):
         ]
         assert direct
         kernels |= {(fast, plan.kernel) for plan in direct if plan.collective == Collective.DIRECT}
-        assert plans.templates.make_plan(problem, H200) in direct
+        assert make_plan(problem, H200) in direct
     if op != Op.ALLGATHER_GEMM:
         both = {(fast, Kernel.LIBRARY) for fast in (False, True)}
         assert kernels == both | {(True, Kernel.SM90_PINGPONG)}
@@ -162,12 +163,12 @@ def test_fp8_plans_of_what_no_kernel_takes_are_the_librarys(op, changes):
 def test_fp8_plans_of_kernels_that_do_not_take_them_are_refused(changes, kernel, message):
     problem = scaled(Op.GEMM_ALLREDUCE, **{"fast_accum": True, **changes})
     with pytest.raises(ValueError, match=message):
-        plans.templates.row_panels(problem, 4, kernel=kernel)
+        row_panels(problem, 4, kernel=kernel)
 
 
 def test_fp8_plans_in_chunks_over_gloo_are_refused():
     with pytest.raises(ValueError, match="scaled operands .*row_wise.* transport gloo.*sequential"):
-        plans.templates.row_panels(SCALED, 4, transport="gloo")
+        row_panels(SCALED, 4, transport="gloo")
 
 
 @pytest.mark.parametrize(
@@ -188,8 +189,8 @@ def test_fp8_plans_in_chunks_over_gloo_are_refused():
 )
 def test_fp8_problems_that_are_none_are_refused(problem, message):
     with pytest.raises(ValueError, match=message):
-        plans.templates.make_plan(problem, H200)
-    plan = plans.templates.make_plan(Problem(8, 8, 8, "bfloat16", 2), H200)
+        make_plan(problem, H200)
+    plan = make_plan(Problem(8, 8, 8, "bfloat16", 2), H200)
     plan.problem = problem
     with pytest.raises(ValueError, match=message):
         plans.validate(plan)

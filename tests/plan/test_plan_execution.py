@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures, check_call, check_plan
-from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case, rank_device, subgroup, world_name
+from operands import Case, in_layouts_of_rank, rank_device, subgroup, world_name
 from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Plan
@@ -105,14 +105,10 @@ def check_layouts_under_plans(
 ) -> None:
     """Every rank has other strides and alignments: some take the kernel, others must follow with another GEMM."""
     rank, world, device_type = dist.get_rank(), dist.get_world_size(), rank_device().type
-    inputs = [layout for layout in INPUT_LAYOUTS if layout != "expanded"]
     case = Case((260,), 264, 64, torch.bfloat16, bias=True)
     plans = overlapped_plans(case, world, device_type, kernel, tile, op)
     for turn, (label, plan) in enumerate(plans):
-        mine = case.with_(
-            input_layout=inputs[(turn + rank) % len(inputs)],
-            weight_layout=WEIGHT_LAYOUTS[(turn + 3 * rank) % len(WEIGHT_LAYOUTS)],
-        )
+        mine = in_layouts_of_rank(case, turn, rank)
         check_plan(failures, mine, plan, label, kernel.name, op=op)
 
 

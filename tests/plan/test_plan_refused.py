@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from overlap_torch import plan as plans
 from overlap_torch.plan import Plan, Problem
+from overlap_torch.plan.templates import at_once, make_all_to_all, packed, row_panels
 from overlap_torch.plan.types import (
     BandRun,
     Chunk,
@@ -35,17 +35,17 @@ def problem(
 
 
 def over_peers(one: Problem, chunks: int | list[int] = 1, kernel: str = "sm90_pingpong") -> Plan:
-    return plans.templates.row_panels(one, chunks, kernel=kernel, transport="peer")
+    return row_panels(one, chunks, kernel=kernel, transport="peer")
 
 
 def owners(one: Problem) -> Plan:
     how = {"kernel": "sm90_pingpong", "transport": "peer", "collective": "owners"}
-    return plans.templates.row_panels(one, 1, **how)
+    return row_panels(one, 1, **how)
 
 
 def messages(world: int = 2, **changes: object) -> Plan:
     one = problem(Op.GEMM_ALLTOALL, world, 0, **changes)
-    return plans.templates.make_all_to_all(one, Kernel.LIBRARY, Resources(), 16, Transport.PEER)
+    return make_all_to_all(one, Kernel.LIBRARY, Resources(), 16, Transport.PEER)
 
 
 def with_chunks(*tiles: int, layout: Layout = Layout.ROW_MAJOR) -> dict[str, object]:
@@ -57,22 +57,18 @@ PLANS = {
     "ring": [lambda: over_peers(problem())],
     "owners": [lambda: owners(problem())],
     "owners of three": [lambda: owners(problem(world=3, m=768))],
-    "invariant": [
-        lambda: plans.templates.at_once(problem(invariance="batch"), kernel="sm90_pingpong")
-    ],
-    "stripes": [
-        lambda: plans.templates.row_panels(problem(), 2, transport="peer", collective="stripes")
-    ],
+    "invariant": [lambda: at_once(problem(invariance="batch"), kernel="sm90_pingpong")],
+    "stripes": [lambda: row_panels(problem(), 2, transport="peer", collective="stripes")],
     "all_to_all": [messages],
     "direct": [
-        lambda op=op, kernel=kernel: plans.templates.at_once(problem(op, 4), kernel=kernel)
+        lambda op=op, kernel=kernel: at_once(problem(op, 4), kernel=kernel)
         for op in REDUCTIONS
         for kernel in KERNELS
     ],
-    "gather_at_once": [lambda: plans.templates.at_once(problem(Op.ALLGATHER_GEMM, 4))],
+    "gather_at_once": [lambda: at_once(problem(Op.ALLGATHER_GEMM, 4))],
     "gather": [lambda: over_peers(problem(Op.ALLGATHER_GEMM), 2)],
     "scatter": [
-        lambda: plans.templates.row_panels(
+        lambda: row_panels(
             problem(Op.GEMM_REDUCESCATTER, m=2048), [1, 3, 4], kernel="sm90_pingpong"
         )
     ],
@@ -316,21 +312,21 @@ PARTS = "m = {} on {} ranks, allowed are multiples .* transport nccl"
 BYTES = "by peer with the collective {} and rows of {} bytes, allowed are multiples of 16"
 CALLS = [
     *[
-        (partial(plans.templates.at_once, problem(op, w, 256 * w), kernel=kernel), HOST.format(w))
+        (partial(at_once, problem(op, w, 256 * w), kernel=kernel), HOST.format(w))
         for op in OPS for kernel in KERNELS for w in (1, 9, 16)
     ],
     *[(partial(over_peers, problem(op, w, 256 * w)), HOST.format(w)) for op in OPS for w in (1, 9, 16)],
     *[(lambda w=w: messages(w), HOST.format(w)) for w in (1, 9)],
     *[
-        (partial(plans.templates.at_once, problem(world=w, m=m), kernel="sm90_pingpong"), PARTS.format(m, w))
+        (partial(at_once, problem(world=w, m=m), kernel="sm90_pingpong"), PARTS.format(m, w))
         for w in range(3, 9) for m in (1, 128 * w - 1, 128 * w + 1)
     ],
     *[
-        (partial(plans.templates.at_once, problem(op, m=1023), kernel=kernel), "m = 1023 rows on 2 ranks, allowed are multiples")
+        (partial(at_once, problem(op, m=1023), kernel=kernel), "m = 1023 rows on 2 ranks, allowed are multiples")
         for op in OPS[1:] for kernel in KERNELS
     ],
     *[
-        (partial(plans.templates.at_once, problem(op, 4, n=n, dtype=dtype), kernel=kernel),
+        (partial(at_once, problem(op, 4, n=n, dtype=dtype), kernel=kernel),
          BYTES.format("direct", size) + ", .*take the transport nccl")
         for op in REDUCTIONS
         for kernel, dtype, n, size in (
@@ -341,23 +337,23 @@ CALLS = [
         )
     ],
     *[
-        (partial(plans.templates.at_once, problem(Op.ALLGATHER_GEMM, 4, n=511, k=k, dtype=dtype)), BYTES.format("all_gather", size))
+        (partial(at_once, problem(Op.ALLGATHER_GEMM, 4, n=511, k=k, dtype=dtype)), BYTES.format("all_gather", size))
         for dtype, k, size in ((DType.BFLOAT16, 68, 136), (DType.FLOAT32, 63, 252))
     ],
     *[
-        (partial(plans.templates.at_once, problem(op, 4, **{"m": 1024, empty: 0}), kernel=kernel), f"{words} for an empty problem .*{empty}=0")
+        (partial(at_once, problem(op, 4, **{"m": 1024, empty: 0}), kernel=kernel), f"{words} for an empty problem .*{empty}=0")
         for op in OPS for empty in "mnk"
         for kernel, words in (("library", "by peer"), ("sm90_pingpong", "overlapped plan"))
         if (op, empty, kernel) != (Op.GEMM_ALLREDUCE, "k", "library")  # the caller gives the product
     ],
     *[
-        (lambda kernel=kernel: plans.templates.at_once(problem(Op.GEMM_ALLTOALL, m=0), kernel=kernel), "collective of gemm_alltoall is direct, allowed is all_to_all: take that")
+        (lambda kernel=kernel: at_once(problem(Op.GEMM_ALLTOALL, m=0), kernel=kernel), "collective of gemm_alltoall is direct, allowed is all_to_all: take that")
         for kernel in KERNELS
     ],
-    (lambda: plans.templates.at_once(problem(dtype=DType.FLOAT32), kernel="sm90_pingpong"), "sm90_pingpong was given float32, but it computes bfloat16, float16 and fp8"),
-    (lambda: plans.templates.at_once(problem(), kernel="fast"), "Kernel is 'fast', allowed are library, sm80, "),
+    (lambda: at_once(problem(dtype=DType.FLOAT32), kernel="sm90_pingpong"), "sm90_pingpong was given float32, but it computes bfloat16, float16 and fp8"),
+    (lambda: at_once(problem(), kernel="fast"), "Kernel is 'fast', allowed are library, sm80, "),
     *[
-        (partial(plans.templates.packed, problem(op), 1, kernel="sm90_pingpong", transport="peer"), "packed.*allowed .*row_major|row_major.*allowed .*packed")
+        (partial(packed, problem(op), 1, kernel="sm90_pingpong", transport="peer"), "packed.*allowed .*row_major|row_major.*allowed .*packed")
         for op in OPS
     ],
     *[
@@ -365,14 +361,14 @@ CALLS = [
         for op in REDUCTIONS
     ],
     *[
-        (partial(plans.templates.packed, problem(op, 3, 96, n=8, k=8, dtype=DType.FLOAT32), 1, tile=(8, 8)), f"plan of {op.name.lower()} has the layout packed")
+        (partial(packed, problem(op, 3, 96, n=8, k=8, dtype=DType.FLOAT32), 1, tile=(8, 8)), f"plan of {op.name.lower()} has the layout packed")
         for op in OPS[1:]
     ],
     *[
-        (partial(plans.templates.row_panels, problem(op, 3, 100, n=8, k=8, dtype=DType.FLOAT32), 1), "m = 100 rows on 3 ranks, allowed are multiples of the")
+        (partial(row_panels, problem(op, 3, 100, n=8, k=8, dtype=DType.FLOAT32), 1), "m = 100 rows on 3 ranks, allowed are multiples of the")
         for op in OPS[1:]
     ],
-    (lambda: plans.templates.row_panels(problem(m=8, n=8, k=8, dtype=DType.FLOAT32), 1, transport="gloo", window=True), "window = true with the transport gloo"),
+    (lambda: row_panels(problem(m=8, n=8, k=8, dtype=DType.FLOAT32), 1, transport="gloo", window=True), "window = true with the transport gloo"),
 ]  # fmt: skip
 
 

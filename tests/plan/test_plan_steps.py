@@ -31,7 +31,7 @@ def steps(plan: Plan, rank: int, machine: Machine = MACHINES["peers"], **variant
 
 
 def all_to_all(world: int) -> Problem:
-    return big(op=Op.GEMM_ALLTOALL, m=0, n=4096, k=1024, world_size=world)
+    return big(op=Op.GEMM_ALLTOALL, n=4096, k=1024, world_size=world)
 
 
 def test_plan_steps_of_a_capture_stage_outside_of_the_window() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from overlap_torch import plan as plans
 from overlap_torch.plan import Problem
+from overlap_torch.plan.templates import make_all_to_all, packed, row_panels
 from overlap_torch.plan.types import (
     BandRun,
     Chunk,
@@ -54,9 +55,9 @@ def test_plan_row_panels_splits_every_part_evenly(
     if chunks > grains:
         expected = f"{chunks} chunks of {grains * grain} tile rows, allowed are 1 to {grains}"
         with pytest.raises(ValueError, match=expected):
-            plans.templates.row_panels(problem, chunks, **options)
+            row_panels(problem, chunks, **options)
         return
-    plan = plans.templates.row_panels(problem, chunks, **options)
+    plan = row_panels(problem, chunks, **options)
     plan.validate()
     assert (plan.collective, plan.layout) == (collective, Layout.ROW_MAJOR)
     assert {chunk.transport.name.lower() for chunk in plan.chunks} == {transport}
@@ -76,7 +77,7 @@ def test_plan_row_panels_takes_heights_of_one_part(op: Op, transport: Transport)
     problem = Problem(3 * 60, 20, 5, DType.FLOAT32, 3, op)  # parts of 8 tile rows, the last of 4
     lanes = 2 if transport == Transport.GLOO else 1
     options = {"transport": transport, "tile": (8, 10), "lanes": lanes}
-    plan = plans.templates.row_panels(problem, [1, 4, 3], **options)
+    plan = row_panels(problem, [1, 4, 3], **options)
     assert plan.schedule == Schedule.OVERLAPPED
     assert (plan.tiles_m, plan.tiles_n, plan.resources.lanes) == (24, 2, lanes)
     assert plan.chunks == tuple(Chunk(tiles, transport) for tiles in (6, 24, 18))
@@ -88,43 +89,43 @@ def test_plan_row_panels_takes_heights_of_one_part(op: Op, transport: Transport)
         ([0, 8], "0 tile rows high, allowed are 1 to 8"),
     ]:
         with pytest.raises(ValueError, match=message):
-            plans.templates.row_panels(problem, heights, **options)
+            row_panels(problem, heights, **options)
 
 
 def test_plan_row_panels_of_a_gather_wants_clusters_of_one_part() -> None:
     options = {"kernel": "sm90_pingpong"}  # clusters of two tile rows
     scatter = Problem(2048, 512, 64, DType.BFLOAT16, 2, Op.GEMM_REDUCESCATTER)
-    plan = plans.templates.row_panels(scatter, [1, 3, 4], **options)  # two ranks' make the clusters
+    plan = row_panels(scatter, [1, 3, 4], **options)  # two ranks' make the clusters
     assert [chunk.tiles for chunk in plan.chunks] == [8, 24, 32]
     gather = Problem(2048, 512, 64, DType.BFLOAT16, 2, Op.ALLGATHER_GEMM)
     with pytest.raises(ValueError, match="chunk 0 has 8 tiles, allowed are multiples of 2 x 2 x 4"):
-        plans.templates.row_panels(gather, [1, 3, 4], **options)
-    assert len(plans.templates.row_panels(gather, [2, 2, 4], **options).chunks) == 3
+        row_panels(gather, [1, 3, 4], **options)
+    assert len(row_panels(gather, [2, 2, 4], **options).chunks) == 3
 
 
 def test_plan_row_panels_of_many_heights_takes_equal_bands() -> None:
     heights = [4, 6] * 20  # in bands of at most 4: 4, 4 2, 4, 4 2 ..., more runs than a plan holds
     problem = Problem(200 * 128, 512, 64, DType.BFLOAT16, 2)
-    plan = plans.templates.row_panels(problem, heights, kernel="sm90_pingpong", band_rows=4)
+    plan = row_panels(problem, heights, kernel="sm90_pingpong", band_rows=4)
     assert plan.bands == (BandRun(2, 100),)
     assert [chunk.tiles for chunk in plan.chunks] == [4 * height for height in heights]
     with pytest.raises(ValueError, match="6 tile rows high, .*leaves tiles out"):
-        plans.templates.row_panels(problem, [2, 4], kernel="sm90_pingpong", band_rows=4)
+        row_panels(problem, [2, 4], kernel="sm90_pingpong", band_rows=4)
 
 
 def test_plan_packed_template_takes_sizes_and_tile() -> None:
     problem = Problem(10, 7, 3, DType.FLOAT32, 2)
-    plan = plans.templates.packed(problem, [1, 4, 7], transport="gloo", tile=(3, 3), band_rows=2)
+    plan = packed(problem, [1, 4, 7], transport="gloo", tile=(3, 3), band_rows=2)
     assert (plan.tile_m, plan.tile_n, plan.cluster_m) == (3, 3, 1)
     assert [chunk.tiles for chunk in plan.chunks] == [1, 4, 7]
     assert plan.chunk_extent(1) == (9, 36)
     with pytest.raises(ValueError, match="covers a tile twice"):
-        plans.templates.packed(problem, [1, 4, 8], transport="gloo", tile=(3, 3))
+        packed(problem, [1, 4, 8], transport="gloo", tile=(3, 3))
 
 
 def test_plan_packed_template_exchanges_between_two_ranks() -> None:
     problem = Problem(256, 256, 64, DType.BFLOAT16, 2)
-    plan = plans.templates.packed(problem, [1, 3], collective="exchange", lanes=2, finish_ctas=7)
+    plan = packed(problem, [1, 3], collective="exchange", lanes=2, finish_ctas=7)
     assert plan.collective == Collective.EXCHANGE
     assert (plan.resources.lanes, plan.resources.finish_ctas) == (2, 7)
     assert plan.chunk_extent(1) == (2 * 128 * 128, 3 * 128 * 128)
@@ -136,16 +137,16 @@ def test_plan_templates_travel_as_the_machines_tensors_do(monkeypatch, cuda: boo
     problem = Problem(512, 512, 64, torch.bfloat16, 2)
     exchange = Problem(0, 512, 64, torch.bfloat16, 2, "gemm_alltoall")
     made = [
-        plans.templates.row_panels(problem, 2),
-        plans.templates.row_panels(problem, 2, tile=(64, 64), lanes=2),
-        plans.templates.packed(problem, 2),
-        plans.templates.make_all_to_all(exchange),
-        plans.templates.make_all_to_all(exchange, "library", Resources()),
+        row_panels(problem, 2),
+        row_panels(problem, 2, tile=(64, 64), lanes=2),
+        packed(problem, 2),
+        make_all_to_all(exchange),
+        make_all_to_all(exchange, "library", Resources()),
     ]
     usual = Transport.NCCL if cuda else Transport.GLOO
     assert [plan.chunks[0].transport for plan in made] == [usual] * len(made)
-    whole = plans.templates.row_panels(problem, 1)
-    named = plans.templates.row_panels(problem, 1, transport=usual)
+    whole = row_panels(problem, 1)
+    named = row_panels(problem, 1, transport=usual)
     assert whole == named, "the tiles are the transport's, too"
     for_gpus = [
         *({"kernel": kernel} for kernel in ("sm80", "sm90_pingpong", "sm90_cooperative")),
@@ -154,16 +155,13 @@ def test_plan_templates_travel_as_the_machines_tensors_do(monkeypatch, cuda: boo
         {"low_priority": True},
     ]
     for options in for_gpus:
-        for template in (plans.templates.row_panels, plans.templates.packed):
+        for template in (row_panels, packed):
             assert template(problem, 1, **options).chunks[0].transport == Transport.NCCL, options
-    alltoall = plans.templates.make_all_to_all(exchange, "sm80", max_ctas=8)
+    alltoall = make_all_to_all(exchange, "sm80", max_ctas=8)
     assert alltoall.chunks[0].transport == Transport.NCCL
-    assert (
-        plans.templates.packed(problem, 1, collective="exchange").chunks[0].transport
-        == Transport.NCCL
-    )
+    assert packed(problem, 1, collective="exchange").chunks[0].transport == Transport.NCCL
     for transport in ("gloo", "nccl"):
-        plan = plans.templates.row_panels(problem, 1, transport=transport)
+        plan = row_panels(problem, 1, transport=transport)
         assert plan.chunks[0].transport.name == transport.upper()
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from machines import ada, big, cpu, hopper, slow, total
+from machines import ada, big, checked_candidates, cpu, hopper, slow, total
 from overlap_torch import plan as plans
 from overlap_torch.plan import Machine, Problem
-from overlap_torch.plan._library import parse_machine
+from overlap_torch.plan.templates import make_plan, make_sequential
 from overlap_torch.plan.types import Collective, DType, Kernel, Layout, Op, Schedule, Transport
 
 TRAIN_NK = [(8192, 7168), (8192, 2048), (4096, 3584), (16384, 4096)]
@@ -42,16 +42,11 @@ problems = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(problems, machines)
 def test_planner_candidates_are_valid_and_distinct(problem: Problem, machine: Machine) -> None:
-    found = plans.candidates(problem, machine)
-    assert found[0] == plans.templates.make_sequential(problem, machine)
+    found = checked_candidates(problem, machine)
+    assert found[0] == make_sequential(problem, machine)
     assert found[0].schedule == Schedule.SEQUENTIAL
-    for plan in found:
-        plan.validate()
-        assert plan.problem == problem
-        assert plans.files.decode(plans.files.encode(plan)) == plan
     for plan in found[1:]:
         assert plan.schedule == Schedule.OVERLAPPED
-    assert len({tuple(plans.files.encode(plan)) for plan in found}) == len(found)
 
 
 @settings(max_examples=150, deadline=None)
@@ -112,7 +107,7 @@ def test_planner_sends_parts_one_way_in_windows_where_they_work(op, world, machi
 @pytest.mark.parametrize("op", PARTED)
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_planner_wants_equal_parts(op: Op, machine: Machine) -> None:
-    for ask in (plans.candidates, plans.templates.make_plan, plans.templates.make_sequential):
+    for ask in (plans.candidates, make_plan, make_sequential):
         with pytest.raises(ValueError, match="m = 4097 rows on 2 ranks, allowed are multiples"):
             ask(big(m=4097, op=op), machine)
 
@@ -139,14 +134,7 @@ def test_planner_candidates_use_the_kernel_that_takes_the_problem(
     transport = Transport.GLOO if machine.arch == 0 else Transport.NCCL
     assert {chunk.transport for plan in found for chunk in plan.chunks} == {transport}
     for op in (*PARTED, Op.GEMM_ALLTOALL):
-        other = Problem(
-            0 if op == Op.GEMM_ALLTOALL else problem.m,
-            problem.n,
-            problem.k,
-            problem.dtype,
-            problem.world_size,
-            op,
-        )
+        other = problem_of(op, problem.m, problem.n, problem.k, problem.dtype, problem.world_size)
         assert {plan.kernel for plan in plans.candidates(other, machine)[1:]} == {kernel}
 
 
@@ -159,7 +147,7 @@ def test_planner_choice_beats_the_sequence_by_its_margins(
     problem: Problem, machine: Machine
 ) -> None:
     sequential, *overlapped = plans.candidates(problem, machine)
-    chosen = plans.templates.make_plan(problem, machine)
+    chosen = make_plan(problem, machine)
     chosen.validate()
     if problem.op == Op.GEMM_ALLTOALL:  # whose rows no plan knows: the executor looks at them
         assert chosen == (overlapped or [sequential])[0]
@@ -187,7 +175,7 @@ def test_planner_choice_beats_the_sequence_by_its_margins(
 )
 def test_planner_expects_the_librarys_gemm_of_unaligned_rows_to_take_long(n, k, measured_us):
     for dtype in (DType.BFLOAT16, DType.FLOAT16):
-        sequence = plans.templates.make_sequential(Problem(4096, n, k, dtype, 2), hopper())
+        sequence = make_sequential(Problem(4096, n, k, dtype, 2), hopper())
         assert plans.predict(sequence, hopper()).gemm_us == pytest.approx(measured_us, rel=0.2)
 
 
@@ -201,22 +189,8 @@ def test_planner_expects_the_librarys_gemm_of_unaligned_rows_to_take_long(n, k, 
     ],
 )
 def test_planner_keeps_the_sequence_where_unaligned_chunks_lost(op, m, n, k) -> None:
-    chosen = plans.templates.make_plan(
-        Problem(m, n, k, DType.BFLOAT16, 2, op), hopper(windows=True)
-    )
+    chosen = make_plan(Problem(m, n, k, DType.BFLOAT16, 2, op), hopper(windows=True))
     assert chosen.schedule == Schedule.SEQUENTIAL
-
-
-@settings(max_examples=50, deadline=None)
-@given(problems, machines)
-def test_planner_makes_the_same_plan_from_the_same_facts(
-    problem: Problem, machine: Machine
-) -> None:
-    twin = Problem(problem.m, problem.n, problem.k, problem.dtype, problem.world_size, problem.op)
-    read = parse_machine(repr(machine))  # as another rank receives it
-    assert plans.files.encode(plans.templates.make_plan(twin, read)) == plans.files.encode(
-        plans.templates.make_plan(problem, machine)
-    )
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -229,11 +203,9 @@ def test_planner_has_only_the_sequence_where_there_is_nothing_to_overlap(
 ) -> None:
     if op == Op.GEMM_ALLTOALL and changes == {"m": 0}:
         pytest.skip("its rows differ by rank: m is 0 in all its problems")
-    if op == Op.GEMM_ALLTOALL:
-        changes = {"m": 0, **changes}
     problem = big(**changes, op=op)
-    assert plans.candidates(problem, machine) == [plans.templates.make_sequential(problem, machine)]
-    plan = plans.templates.make_plan(problem, machine)
+    assert plans.candidates(problem, machine) == [make_sequential(problem, machine)]
+    plan = make_plan(problem, machine)
     assert (plan.schedule, plan.kernel) == (Schedule.SEQUENTIAL, Kernel.LIBRARY)
 
 
@@ -241,8 +213,7 @@ def test_planner_has_only_the_sequence_where_there_is_nothing_to_overlap(
 @pytest.mark.parametrize("machine_of", [hopper, cpu])
 @pytest.mark.parametrize("op", OPS)
 def test_planner_takes_the_sequence_on_an_unmeasured_machine(machine_of, changes, op) -> None:
-    problem = problem_of(op, 8192, 8192, 7168, DType.BFLOAT16, 2)
-    assert plans.templates.make_plan(problem, machine_of(**changes)).schedule == Schedule.SEQUENTIAL
+    assert make_plan(big(op=op), machine_of(**changes)).schedule == Schedule.SEQUENTIAL
 
 
 FAST = [
@@ -260,7 +231,7 @@ FAST = [
 def test_planner_takes_the_sequence_for_few_rows(op, m, nk, world, machine) -> None:
     m *= world if op in PARTED else 1  # rows of a part
     problem = big(m=m, n=nk[0], k=nk[1], world_size=world, op=op)
-    assert plans.templates.make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
+    assert make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
 
 
 @pytest.mark.parametrize(("world", "machine"), FAST[1:], ids=str)
@@ -269,12 +240,10 @@ def test_planner_takes_the_sequence_for_few_rows(op, m, nk, world, machine) -> N
 )
 def test_planner_overlaps_training_shapes_on_a_fast_link(m, nk, world, machine) -> None:
     problem = big(m=m, n=nk[0], k=nk[1], world_size=world)
-    plan = plans.templates.make_plan(problem, machine)
+    plan = make_plan(problem, machine)
     assert plan.schedule == Schedule.OVERLAPPED
     assert len(plan.chunks) >= 2
-    assert total(plan, machine) <= 0.95 * total(
-        plans.templates.make_sequential(problem, machine), machine
-    )
+    assert total(plan, machine) <= 0.95 * total(make_sequential(problem, machine), machine)
 
 
 @pytest.mark.parametrize(
@@ -312,18 +281,18 @@ def test_planner_takes_the_fastest_plan_on_a_slow_link(
     # The fastest plans on two H200s without peer access.
     m, n, k = shape
     machine = slow(link_gbps=27.1, link_latency_us=38.0, windows=True)
-    plan = plans.templates.make_plan(big(m=m, n=n, k=k, op=op), machine)
+    plan = make_plan(big(m=m, n=n, k=k, op=op), machine)
     assert (plan.schedule == Schedule.SEQUENTIAL) == (chunks == 1)
     assert (plan.resources.lanes, len(plan.chunks)) == (lanes, chunks)
     assert plan.resources.comm_sms == lanes * ctas
 
 
 def test_planner_overlaps_on_cpu() -> None:
-    plan = plans.templates.make_plan(big(m=2048, n=2048, k=2048, dtype=DType.FLOAT32), cpu())
+    plan = make_plan(big(m=2048, n=2048, k=2048, dtype=DType.FLOAT32), cpu())
     assert plan.schedule == Schedule.OVERLAPPED
     assert 2 <= len(plan.chunks) <= 4
     for op in (Op.GEMM_ALLREDUCE, *PARTED):
-        small = plans.templates.make_plan(big(m=64, n=64, k=64, dtype=DType.FLOAT32, op=op), cpu())
+        small = make_plan(big(m=64, n=64, k=64, dtype=DType.FLOAT32, op=op), cpu())
         assert small.schedule == Schedule.SEQUENTIAL
 
 
@@ -337,8 +306,8 @@ def test_planner_leaves_short_problems_on_cpu_in_one_piece(op: Op, world: int) -
     short = 0
     for m, n, k in itertools.product((64, 1500, 6000, 24000), (8, 64, 1000, 4000), (8, 64, 512)):
         problem = big(m=m * world, n=n, k=k, dtype=DType.FLOAT32, op=op, world_size=world)
-        sequence = plans.templates.make_sequential(problem, cpu())
+        sequence = make_sequential(problem, cpu())
         if total(sequence, cpu()) < SHORT_ON_CPU_US:
             short += 1
-            assert plans.templates.make_plan(problem, cpu()) == sequence, problem
+            assert make_plan(problem, cpu()) == sequence, problem
     assert short > 10

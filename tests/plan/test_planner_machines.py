@@ -9,6 +9,7 @@ import pytest
 from machines import big, hopper, total
 from overlap_torch import plan
 from overlap_torch.plan import Machine, Problem
+from overlap_torch.plan.templates import make_plan, make_sequential
 from overlap_torch.plan.types import Collective, Kernel, Op, Schedule, Transport
 from planner_problems import MACHINES
 from tests._plan_test import make_plan_between
@@ -38,10 +39,10 @@ def test_planner_has_no_seams_between_links(make, op, world):
         before = None
         for i in range(math.ceil(math.log(600 / 12, step))):
             machine = make(link_gbps=12 * step**i, link_latency_us=20.0)
-            sequence = total(plan.templates.make_sequential(problem, machine), machine)
+            sequence = total(make_sequential(problem, machine), machine)
             best = best_us(problem, machine)
             # The planner asks for up to a tenth, and 12 us, before it leaves the sequence.
-            chosen = total(plan.templates.make_plan(problem, machine), machine)
+            chosen = total(make_plan(problem, machine), machine)
             assert best <= chosen <= sequence
             now = (sequence, best, chosen)
             if before is not None:
@@ -77,8 +78,8 @@ def test_planner_gains_on_blackwell(op):
     gains = []
     for m, n, k in shapes:
         problem = Problem(m, n, k, "bfloat16", 2, op)
-        sequence = total(plan.templates.make_sequential(problem, B200), B200)
-        gains.append(sequence / total(plan.templates.make_plan(problem, B200), B200))
+        sequence = total(make_sequential(problem, B200), B200)
+        gains.append(sequence / total(make_plan(problem, B200), B200))
     assert min(gains) >= 1.0 and max(gains) > 1.1
 
 
@@ -97,7 +98,7 @@ def test_planner_between_two_m_loses_little_on_the_whole(machine, world):
             problem = Problem(m, 8192, 3584, "bfloat16", world, op)
             taken, whole = (
                 make_plan_between(problem, machine),
-                plan.templates.make_plan(problem, machine),
+                make_plan(problem, machine),
             )
             losses.append(math.log(total(taken, machine) / total(whole, machine)))
         assert sum(losses) / len(losses) < 0.01, op

@@ -18,13 +18,14 @@ from operands import Case, rank_device, world_name
 from ops import OPS, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Machine, Plan, Problem, use_plan, validate
-from overlap_torch.plan.programs import Editor, Program, Rectangle, Region, Transfer, edit
+from overlap_torch.plan.programs import Editor, Program, Rectangle, Region, edit
 from overlap_torch.plan.types import Memory, Way
 from programs import (
     EVEN,
     FEW,
     RAGGED,
     TILE,
+    changed,
     disturbed,
     how_to_edit,
     random_program,
@@ -176,8 +177,7 @@ def test_programs_that_differ_between_ranks_are_refused_by_all(failures: Failure
     plan_module.set_plan(plan)
     arguments = OPS["gemm_allreduce"].arguments(EVEN, rank, world, rank_device())
     said = message_of(overlap_torch.gemm_allreduce, *arguments)
-    for part in ("plan", "rank"):
-        failures.holds(part, said)
+    failures.says(said, ("plan", "rank"))
     plan_module.clear_plans()
 
 
@@ -314,9 +314,7 @@ def test_engines_are_taken_on_cpu_whatever_they_are(by):
 def first_changed(**fields) -> Plan:
     plan = ring_by_hand(needs_all)
     transfers = list(plan.program.transfers)
-    one = transfers[4]
-    values = {name: getattr(one, name) for name in one.__fields__} | fields
-    transfers[4] = Transfer(**values)
+    transfers[4] = changed(transfers[4], **fields)
     plan.program = Program(0, transfers)
     return plan
 

@@ -17,6 +17,7 @@ import pytest
 from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch._plan import Collective, DType, Kernel, Machine, Op, Plan, Problem, Transport
+from overlap_torch.plan.templates import at_once, row_panels
 from tests import _plan_test, steps_proof
 from tests.lib.planner_problems import MACHINES
 from tests.steps_proof import PEERS, Case
@@ -47,9 +48,7 @@ def test_steps_proof_over_nccl_finds_no_fault_where_kernels_run_one_at_a_time() 
         assert dataclasses.replace(case, machine=serial).fault() == "", case
     assert cases > 1000
     gather = Problem(8192, 1024, 256, DType.BFLOAT16, 4, Op.ALLGATHER_GEMM)
-    peers = plans.templates.row_panels(
-        gather, 2, kernel=Kernel.SM90_PINGPONG, transport="peer", comm_sms=2
-    )
+    peers = row_panels(gather, 2, kernel=Kernel.SM90_PINGPONG, transport="peer", comm_sms=2)
     serial = copy.copy(PEERS)
     assert Case(peers, serial, (True,) * 4).fault() == ""
     serial.serial = True
@@ -67,16 +66,16 @@ def test_steps_proof_of_rings_owners_and_stripes_finds_no_fault_whatever_the_row
             problem = Problem(m, 264, 64, DType.BFLOAT16, world)
             made = []
             if (world - 1) * -(-m // world) < m:
-                made.append(plans.templates.row_panels(problem, 1, kernel=kernel, transport="peer"))
+                made.append(row_panels(problem, 1, kernel=kernel, transport="peer"))
             if made and (
                 kernel == Kernel.SM90_PINGPONG or (world == 2 and kernel != Kernel.LIBRARY)
             ):
                 options = {"transport": "peer", "collective": "owners"}
-                made.append(plans.templates.row_panels(problem, 1, kernel=kernel, **options))
+                made.append(row_panels(problem, 1, kernel=kernel, **options))
             if kernel == Kernel.LIBRARY:
                 options = {"tile": (32, 64), "transport": "peer", "collective": "stripes"}
                 heights = min(3, -(-m // (32 * world)))
-                made.append(plans.templates.row_panels(problem, heights, **options))
+                made.append(row_panels(problem, heights, **options))
             for case in (case for plan in made for case in steps_proof.variants(plan, PEERS)):
                 cases += 1
                 assert case.fault() == "", case
@@ -104,29 +103,24 @@ def over_peers(world: int) -> list[Plan]:
 
     ring = {"kernel": Kernel.SM90_PINGPONG, "transport": "peer"}
     reductions = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER)
-    made = [plans.templates.row_panels(problem(op), 1, **ring) for op in reductions]
+    made = [row_panels(problem(op), 1, **ring) for op in reductions]
     uneven = Problem(1024 * world + 1, 1024, 256, DType.BFLOAT16, world)
-    made.append(plans.templates.row_panels(uneven, 1, **ring))
-    made += [
-        plans.templates.row_panels(p, 1, collective="owners", **ring)
-        for p in (made[1].problem, uneven)
-    ]
+    made.append(row_panels(uneven, 1, **ring))
+    made += [row_panels(p, 1, collective="owners", **ring) for p in (made[1].problem, uneven)]
     stripes = {"transport": "peer", "collective": "stripes"}
-    made += [plans.templates.row_panels(problem(op, 768), 3, **stripes) for op in reductions]
+    made += [row_panels(problem(op, 768), 3, **stripes) for op in reductions]
     in_pieces = Problem(8192 * world, 1024, 256, DType.BFLOAT16, world)
-    made.append(plans.templates.row_panels(in_pieces, 1, **stripes))
-    made += [
-        plans.templates.at_once(problem(op, 512), kernel=Kernel.SM90_PINGPONG) for op in reductions
-    ]
-    made += [plans.templates.at_once(problem(op, 512)) for op in (*reductions, Op.ALLGATHER_GEMM)]
+    made.append(row_panels(in_pieces, 1, **stripes))
+    made += [at_once(problem(op, 512), kernel=Kernel.SM90_PINGPONG) for op in reductions]
+    made += [at_once(problem(op, 512)) for op in (*reductions, Op.ALLGATHER_GEMM)]
     few = Problem(8, 1024, 256, DType.BFLOAT16, world)
     made += [
-        plans.templates.at_once(few),
-        plans.templates.at_once(few, kernel=Kernel.SM90_PINGPONG, schedule="sequential"),
+        at_once(few),
+        at_once(few, kernel=Kernel.SM90_PINGPONG, schedule="sequential"),
     ]
     for comm_sms in (0, 2):
         gather = problem(Op.ALLGATHER_GEMM)
-        made.append(plans.templates.row_panels(gather, 2, comm_sms=comm_sms, **ring))
+        made.append(row_panels(gather, 2, comm_sms=comm_sms, **ring))
     return made
 
 
@@ -369,7 +363,7 @@ def test_steps_proof_misses_work_of_many_chunks_and_ranks() -> None:
 
 def panels(max_ctas: int, lanes: int) -> Plan:
     problem = Problem(8192, 8192, 1024, DType.BFLOAT16, 2)
-    return plans.templates.row_panels(
+    return row_panels(
         problem, 4, kernel=Kernel.SM90_PINGPONG, comm_sms=32, max_ctas=max_ctas, lanes=lanes
     )
 

@@ -53,12 +53,8 @@ def told(results: list[_session.Tuned]) -> list[tuple[Any, ...]]:
     ]
 
 
-def held(one: Problem) -> list[int]:
-    return plan.plan_for(one.m, one.n, one.k, one.dtype, device="cpu", op=one.op).encode()
-
-
-def chunks_held(one: Problem) -> int:
-    return len(plan.plan_for(one.m, one.n, one.k, one.dtype, device="cpu", op=one.op).chunks)
+def held(one: Problem) -> plan.Plan:
+    return plan.plan_for(one.m, one.n, one.k, one.dtype, device="cpu", op=one.op)
 
 
 @contextmanager
@@ -157,12 +153,12 @@ def test_tune_sets_what_it_took(failures: Failures, tmp_path: Path) -> None:
     def time(call, mode, flush):
         """The more chunks a plan has, the faster it looks."""
         call()
-        return 1000.0 / chunks_held(wanted)
+        return 1000.0 / len(held(wanted).chunks)
 
     with cached(str(tmp_path)), mock.patch.object(_session, "time_us", time):
         (one,) = overlap_torch.tune([wanted], device="cpu", repeats=3)
-        failures.equal(held(wanted), one.plan.encode())
-    failures.expect(None if one.plan.encode() != before else "the planner's own plan")
+        failures.equal(held(wanted), one.plan)
+    failures.expect(None if one.plan != before else "the planner's own plan")
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -177,7 +173,7 @@ def test_tune_keeps_the_sequence_where_the_fastest_was_lucky(failures: Failures)
 
     def time(call, mode, flush):
         call()
-        overlaps = chunks_held(wanted) > 1
+        overlaps = len(held(wanted).chunks) > 1
         return (10.0 if len(measured) == 1 else 1000.0) if overlaps else 100.0
 
     with (
@@ -247,7 +243,8 @@ def test_tune_takes_a_plan_only_if_it_gains_in_the_end_too(
 
     def time(call, mode, flush):
         call()
-        return (1000.0 if later else 10.0) if chunks_held(current) > 1 else 100.0
+        overlaps = len(held(current).chunks) > 1
+        return (1000.0 if later else 10.0) if overlaps else 100.0
 
     def measure_one(self, one, *rest):
         nonlocal current
