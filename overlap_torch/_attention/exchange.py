@@ -40,11 +40,11 @@ def _words(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
     """Copies heads by 16 bytes: PyTorch copies strided tensors number by number, and finds each one's place."""
-    wide = _words(to), _words(source)
-    if None in wide:
+    wide, wide_source = _words(to), _words(source)
+    if wide is None or wide_source is None:
         to.copy_(source)
     else:
-        wide[0].copy_(wide[1])
+        wide.copy_(wide_source)
 
 
 def _joined(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
