@@ -253,23 +253,31 @@ class Exchange:
 
     def _summed(self, arrived: torch.Tensor) -> list[torch.Tensor]:
         """The sums of the terms that came for this rank's keys and values."""
-        problem, heads, results = self.problem, len(self.share.kv_heads), []
-        alone = problem.parts == problem.ranks and problem.kv_heads % problem.parts == 0
-        for width, before in (
-            (self.width, self.kv_columns),
-            (self.value_width, self.kv_columns - self.k_columns),
-        ):
-            if alone:  # each head has one term
-                columns = self.columns[0]
-                results.append(self._assembled(arrived, columns, columns - before, heads, width))
-                continue
-            total = arrived.new_zeros(
-                (self.batch, self.own, problem.kv_heads, width), dtype=accumulated(arrived.dtype)
-            )
-            pairs = zip(arrived.split(self.sizes[0]), self.columns, strict=True)
-            for rank, (term, columns) in enumerate(pairs):
-                rows = term.view(self.own, self.batch, columns)
+        problem, heads, wide = self.problem, len(self.share.kv_heads), accumulated(arrived.dtype)
+        places = (
+            (self.kv_columns, self.width),
+            (self.kv_columns - self.k_columns, self.value_width),
+        )
+        if problem.parts == problem.ranks and problem.kv_heads % problem.parts == 0:
+            columns = self.columns[0]  # each head has one term
+            return [
+                self._assembled(arrived, columns, columns - at, heads, width)
+                for at, width in places
+            ]
+        pairs = zip(arrived.split(self.sizes[0]), self.columns, strict=True)
+        terms = [one.view(self.own, self.batch, columns) for one, columns in pairs]
+        if problem.parts == 1:
+            sums = terms[0].to(wide, copy=True)
+            for term in terms[1:]:
+                sums += term
+            totals = [_heads_of(sums, self.kv_columns - at, heads, width) for at, width in places]
+            return [one.to(arrived.dtype).contiguous() for one in totals]
+        totals = []
+        for at, width in places:
+            shape = (self.batch, self.own, problem.kv_heads, width)
+            totals.append(arrived.new_zeros(shape, dtype=wide))
+            for rank, term in enumerate(terms):
                 its = part_of(problem.kv_heads, problem.parts, rank % problem.parts)
-                total[:, :, its.start : its.stop] += _heads_of(rows, columns - before, heads, width)
-            results.append(total.to(arrived.dtype))
-        return results
+                own = _heads_of(term, self.columns[rank] - at, heads, width)
+                totals[-1][:, :, its.start : its.stop] += own
+        return [one.to(arrived.dtype) for one in totals]
