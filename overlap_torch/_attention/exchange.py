@@ -129,13 +129,21 @@ class Exchange:
         return own, [rows * self.batch * width for rows, width in pairs]
 
     def _by_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B, T, H, D] as [groups, parts / groups, T, B, h, D], the heads of each part, a view; fewer heads than parts are a group's."""
+        """[B, T, H, D] as [groups, parts / groups, T, B, h, D], the heads of each part, a view; fewer heads than parts are a group's.
+
+        Dims of 1 are left out, as torch.cat is one kernel up to four dims.
+        """
         parts, groups = self.problem.parts, min(self.problem.parts, self.problem.kv_heads)
         (batch, rows, heads, width), (sequence, row, head, number) = tensor.shape, tensor.stride()
-        own = max(heads // parts, 1)
-        shape = (groups, parts // groups, rows, batch, own, width)
-        steps = (heads // groups * head, own * head if heads >= parts else 0)
-        return tensor.as_strided(shape, (*steps, row, sequence, head, number))
+        own, step = max(heads // parts, 1), heads // groups * head
+        shape, strides = [groups, rows, own, width], [step, row, head, number]
+        if batch != 1:
+            shape.insert(2, batch)
+            strides.insert(2, sequence)
+        if parts > groups:
+            shape.insert(1, parts // groups)
+            strides.insert(1, own * head if heads >= parts else 0)
+        return tensor.as_strided(shape, strides)
 
     def start_in(
         self, q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
