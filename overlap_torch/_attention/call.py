@@ -141,7 +141,7 @@ class Attention:
             exchange.send(*((k, v) if gathers else (q, k, v)))
             for c, (chunk, calls) in enumerate(self.calls):
                 came = exchange.came(c)
-                heads = (_cut(q, chunk.heads), *came) if gathers else came
+                heads = (_part(q, 2, chunk.heads), *came) if gathers else came
                 o, states = _attend(calls, *heads)
                 outputs.append(o)
                 saved += states
@@ -158,7 +158,7 @@ class Attention:
         """The shapes of `_forward_by_copies`."""
         outputs, saved, rank, form, route = [], [], self.share.rank, self.form, self.route
         for chunk, calls in self.calls:
-            heads = [_cut(q, chunk.heads)] if self.problem.parts == 1 else []
+            heads = [_part(q, 2, chunk.heads)] if self.problem.parts == 1 else []
             for kind in route.sent:
                 run = chunk.of(kind.queries)
                 sizes = (form.batch, route.rows(kind, rank), len(run), kind.width)
@@ -209,17 +209,16 @@ class Attention:
         *came, o = kept or [o]
         again = None if self._keeps_keys else exchange.start_in(None, k, v)
         grad = exchange.start_grad(grad)()
-        if (
-            laid
-        ):  # one chunk, as several ranks have terms of a key's gradient, which are summed once
+        # Laid out, it is one chunk, as several ranks have terms of a key's gradient, which are summed once.
+        if laid:
             q, k, v = operands_of(self.route, self.share.rank, 0, came[0])
         else:
             q, k, v = exchange.heads(came if again is None else [*came, *again()], q, k, v)
         own, saved, found = self._own(per_head), iter(saved), []
         more = [torch.zeros_like(one) for one in own]
         for chunk, calls in self.calls:
-            cut = [_cut(one, chunk.heads) for one in (grad, q, o)]
-            keys = [_cut(one, chunk.kv_heads) for one in (k, v)]
+            cut = [_part(one, 2, chunk.heads) for one in (grad, q, o)]
+            keys = [_part(one, 2, chunk.kv_heads) for one in (k, v)]
             grads, others = _differentiate(calls, cut[0], cut[1], *keys, cut[2], saved, own)
             found.append(grads)
             for total, other in zip(more, others, strict=bool(calls)):
@@ -260,16 +259,14 @@ def _of_heads(work: AttentionWork, chunk: Chunk) -> AttentionWork:
     return replace(work, heads=work.heads[heads], kv_heads=work.kv_heads[kv_heads])
 
 
-def _cut(tensor: torch.Tensor, heads: range) -> torch.Tensor:
-    """The heads of [B, T, H, D], a view."""
-    whole = len(heads) == tensor.shape[2]
-    return tensor if whole else tensor[:, :, heads.start : heads.stop]
+def _part(tensor: torch.Tensor, dim: int, run: slice | range) -> torch.Tensor:
+    """A run of heads or rows of [B, T, H, D], a view."""
+    count = run.stop - run.start
+    return tensor if count == tensor.shape[dim] else tensor.narrow(dim, run.start, count)
 
 
-def _some(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    """The rows of [B, T, H, D], a view."""
-    whole = rows.stop - rows.start == tensor.shape[1]
-    return tensor if whole else tensor[:, rows]
+def _rows(tensors: Sequence[tuple[torch.Tensor, slice]]) -> list[torch.Tensor]:
+    return [_part(tensor, 1, rows) for tensor, rows in tensors]
 
 
 def _attend(
@@ -284,7 +281,7 @@ def _attend(
     for kernel, work, rows, keys in calls:
         if per_head:
             work = replace(work, per_head=tuple(per_head))
-        o, kept = kernel.forward(_some(q, rows), _some(k, keys), _some(v, keys), work)
+        o, kept = kernel.forward(*_rows(((q, rows), (k, keys), (v, keys))), work)
         outputs.append(o)
         saved.append(kept)
     if not outputs:
@@ -307,8 +304,7 @@ def _differentiate(
     for kernel, work, rows, keys in calls:
         if per_head:
             work = replace(work, per_head=tuple(per_head))
-        pairs = ((grad, rows), (q, rows), (k, keys), (v, keys), (o, rows))
-        operands = [_some(one, run) for one, run in pairs]
+        operands = _rows(((grad, rows), (q, rows), (k, keys), (v, keys), (o, rows)))
         dq, dk, dv, *others = kernel.backward(*operands, next(saved), work)
         for_q.append((rows, dq))
         terms.append((keys, dk, dv))

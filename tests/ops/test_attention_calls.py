@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import random
 import weakref
 from unittest import mock
@@ -273,15 +274,34 @@ def test_attention_compiles_to_one_operator(failures: Failures) -> None:
 
 
 @pytest.mark.ranks((1, "gloo"))
-def test_attention_passes_gradcheck_and_refuses_second_derivatives(failures: Failures) -> None:
+def test_attention_passes_gradcheck(failures: Failures) -> None:
     for keywords in ({"kernel": "masked", "window": (1, 1)}, {"causal": True}, {"kernel": "cpu"}):
         own = operands((2, 3), (2, 3), (2, 3), tokens=3)
         right = torch.autograd.gradcheck(lambda *all: attend(*all, **keywords), own)  # noqa: B023
         failures.expect(None if right else "wrong", keywords)
-    q = operands((2, 4))[0]
-    (grad,) = torch.autograd.grad(attend(q, q, q).square().sum(), q, create_graph=True)
-    said = message_of(grad.sum().backward)
-    failures.expect(None if "gradients of first order only" in said else f"said {said!r}", "second")
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_attention_refuses_second_derivatives_and_shows_modes_its_operator(failures) -> None:
+    """A gradient depends on the inputs even where the output's gradient does not; a mode may come before backward only."""
+    for kernel in (None, Plain()):
+        for parts, power in itertools.product((1, 2), (1, 2)):
+            q = operands((2, 4))[0]
+            output = attend(q, q, q, kernel=kernel, head_parts=parts)
+            (grad,) = torch.autograd.grad(output.pow(power).sum(), q, create_graph=True)
+            said = message_of(torch.autograd.grad, grad.sum(), q)
+            right = "gradients of first order only" in said
+            failures.expect(None if right else f"said {said!r}", kernel, parts, power)
+    for parts in (1, 2):
+        q = operands((2, 4))[0]
+        output, right = (attend(q, q, q, head_parts=parts) for _ in range(2))
+        (right,) = torch.autograd.grad(right.sum(), q)
+        with FlopCounterMode(display=False) as counter:
+            (found,) = torch.autograd.grad(output.sum(), q)
+        failures.expect_equal([found], [right], parts)
+        counts = [str(op) for op in counter.get_flop_counts()["Global"]]
+        right = counts == ["overlap._context_parallel_attention_backward"]
+        failures.expect(None if right else f"counted {counts}", parts)
 
 
 @pytest.mark.ranks((2, "gloo"))
