@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from overlap_torch._attention.exchange import Exchange, Heads
-from overlap_torch._attention.kernels import AttentionKernel, Call, Form, calls_of
+from overlap_torch._attention.kernels import AttentionKernel, Call, Form, calls_of, kernels_of
 from overlap_torch._attention.peers import (
     Chunk,
     PeerExchange,
@@ -22,18 +23,20 @@ from overlap_torch._attention.peers import (
 from overlap_torch._attention.work import AttentionWork, Problem, Share, share_of
 from overlap_torch._ops import collectives
 from overlap_torch._ops.composition import accumulated
-from overlap_torch._ops.group import group_rank
+
+Tensors = Sequence[torch.Tensor]
 
 
 class Attention:
-    """A call on this rank.
+    """Calls alike on this rank, and what is known of them before their tensors; layers share it.
 
     Args:
         problem: what all ranks compute.
-        kernels: the first that takes a call computes it.
+        kernel: a name in BUILT_IN, or a caller's kernel.
+        form: B, dtype and sizes of heads.
         scale: the factor of the products of queries and keys.
         group: the group's name.
-        per_head: tensors [H, ...] of which the kernels get their heads' slices.
+        rank: this one.
         chunks: the number of chunks of heads that copy engines bring; 0: the group's collectives bring all heads at once.
         keeps: backward will follow.
     """
@@ -41,24 +44,26 @@ class Attention:
     def __init__(
         self,
         problem: Problem,
-        kernels: Sequence[AttentionKernel],
+        kernel: str | AttentionKernel,
+        form: Form,
         scale: float,
         group: str,
-        per_head: tuple[torch.Tensor, ...] = (),
+        rank: int,
         chunks: int = 0,
         keeps: bool = True,
     ) -> None:
-        self.problem, self.kernels, self.scale, self.group = problem, kernels, scale, group
-        self.share: Share = share_of(problem, group_rank(group))
+        self.problem, self.kernel, self.form, self.scale = problem, kernel, form, scale
+        self.group, self.is_built_in = group, isinstance(kernel, str)
+        self.share: Share = share_of(problem, rank)
         self.by_copies, self.keeps = chunks > 0, keeps
         part = (len(self.share.heads), len(self.share.kv_heads))
         self.chunks: tuple[Chunk, ...] = cut_heads(*part, max(chunks, 1))
-        self._routes: dict[tuple[Form, bool], Route] = {}
         self._text = self._said("an attention")
         self._text_of_gradients = self._said("the gradients of an attention")
-        self._known: dict[Form, tuple[tuple[Chunk, tuple[Call, ...]], ...]] = {}
-        heads = self.share.heads
-        self.per_head = tuple(tensor[heads.start : heads.stop] for tensor in per_head)
+        self._keeps_keys = problem.parts == problem.ranks
+        copied = 1 + len(self.chunks) if keeps else 0
+        # The number of tensors that forward keeps beside what kernels saved.
+        self.kept = 0 if problem.parts == 1 else copied if self.by_copies else 2
 
     def _said(self, what: str) -> str:
         problem, documents = self.problem, self.problem.documents
@@ -66,62 +71,77 @@ class Attention:
         mask = f"left {problem.left}, right {problem.right}, documents {said}"
         cut = f"tokens {[*problem.numbers]}{' in a zigzag' if problem.zigzag else ''}, head parts {problem.parts}"
         by = f", {len(self.chunks)} chunks over peers" if self.by_copies else ""
-        return f"{what} by {self.kernels[0].name}, {mask}, {cut}{by}, scale {self.scale}, batch, heads and sizes"
+        name = kernels_of(self.kernel)[0].name
+        return f"{what} by {name}, {mask}, {cut}{by}, scale {self.scale}, batch, heads and sizes"
 
-    def _compare(self, what: str, tensor: torch.Tensor, form: Form) -> None:
+    def _compare(self, what: str, tensor: torch.Tensor) -> None:
         """Raises on every rank if the ranks' calls differ, before anything is sent."""
         if self.problem.ranks > 1 and collectives.compares(tensor):
-            problem = self.problem
+            problem, form = self.problem, self.form
             sizes = [form.batch, problem.heads, problem.kv_heads, form.width, form.value_width]
             collectives.compare(what, tensor, sizes, self.group)
 
-    def calls(self, form: Form) -> tuple[tuple[Chunk, tuple[Call, ...]], ...]:
+    @functools.cached_property
+    def calls(self) -> tuple[tuple[Chunk, tuple[Call, ...]], ...]:
         """Each chunk's calls; see `calls_of`."""
-        if form not in self._known:
-            whole = [*calls_of(self.share, self.kernels, form, self.scale, self.per_head)]
-            self._known[form] = tuple(
-                (
-                    chunk,
-                    tuple((kernel, _of_heads(work, chunk), *rows) for kernel, work, *rows in whole),
-                )
-                for chunk in self.chunks
-            )
-        return self._known[form]
+        whole = [*calls_of(self.share, kernels_of(self.kernel), self.form, self.scale)]
+        return tuple(
+            (chunk, tuple((kernel, _of_heads(work, chunk), *rows) for kernel, work, *rows in whole))
+            for chunk in self.chunks
+        )
 
-    def route(self, form: Form, backward: bool = False) -> Route:
-        """The exchange over peers, forward or backward."""
-        key = (form, backward)
-        if key not in self._routes:
-            self._routes[key] = route_of(self.problem, self.chunks, *key)
-        return self._routes[key]
+    @functools.cached_property
+    def route(self) -> Route:
+        """The exchange over peers."""
+        return route_of(self.problem, self.chunks, self.form, False)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+    @functools.cached_property
+    def route_back(self) -> Route:
+        """The gradients' exchange over peers."""
+        return route_of(self.problem, self.chunks, self.form, True)
+
+    @functools.cached_property
+    def exchange(self) -> Exchange:
+        """The exchange by collectives."""
+        form = self.form
+        return Exchange(self.share, form.batch, form.width, form.value_width, self.group)
+
+    def _own(self, per_head: Tensors) -> Tensors:
+        """The heads of this rank's part."""
+        return [one[self.share.heads.start : self.share.heads.stop] for one in per_head]
+
+    def whole(self, tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """The gradient of a tensor of `per_head` by that of this rank's heads."""
+        found = torch.zeros_like(tensor)
+        found[self.share.heads.start : self.share.heads.stop] = own
+        return found
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, per_head: Tensors = ()):
         """This rank's output [B, T, H, Dv], what came and the head layout's output where backward wants them, and what kernels saved."""
-        form = Form(q.shape[0], q.dtype, q.shape[3], v.shape[3])
-        self._compare(self._text, q, form)
+        self._compare(self._text, q)
         if self.by_copies:
-            return self._forward_by_copies(form, q, k, v)
-        exchange = Exchange(self.share, form.batch, form.width, form.value_width, self.group)
+            return self._forward_by_copies(q, k, v)
+        exchange = self.exchange
         came = exchange.start_in(q, k, v)()
         q, k, v = exchange.heads(came, q, k, v)
-        o, saved = _attend(self.calls(form)[0][1], q, k, v)
+        o, saved = _attend(self.calls[0][1], q, k, v, self._own(per_head))
         result = exchange.results_home(o)
         if not exchange.moves_queries:
             return result, [], saved
         # All heads' keys and values, cut by heads, are as many bytes as this rank's own. Others come again in backward.
         return result, [*(came if self._keeps_keys else came[:1]), o], saved
 
-    def _forward_by_copies(self, form: Form, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+    def _forward_by_copies(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
         """As `forward`. The head layout that is kept: what came, in one dim, and each chunk's output."""
         gathers, outputs, saved, kept = self.problem.parts == 1, [], [], []
-        route = self.route(form)
+        route, rank = self.route, self.share.rank
         if _is_fake(q):
-            return self._fake_forward(route, form, q)
-        with PeerExchange(route, self.share.rank, q, self.group, self._text) as exchange:
+            return self._fake_forward(q)
+        with PeerExchange(route, rank, q, self.group, self._text) as exchange:
             exchange.send(*((k, v) if gathers else (q, k, v)))
-            for c, (chunk, calls) in enumerate(self.calls(form)):
+            for c, (chunk, calls) in enumerate(self.calls):
                 came = exchange.came(c)
-                heads = (_cut(q, chunk.heads), *came) if gathers else came
+                heads = (_part(q, 2, chunk.heads), *came) if gathers else came
                 o, states = _attend(calls, *heads)
                 outputs.append(o)
                 saved += states
@@ -130,15 +150,15 @@ class Attention:
             if gathers:
                 return torch.cat(outputs, 2) if len(outputs) > 1 else o.contiguous(), [], saved
             if self.keeps:
-                size = places_of(route, self.share.rank).came_bytes // route.item
+                size = places_of(route, rank).came_bytes // route.item
                 kept = [exchange.slot[:size].clone(), *outputs]
             return exchange.results()[0], kept, saved
 
-    def _fake_forward(self, route: Route, form: Form, q: torch.Tensor):
+    def _fake_forward(self, q: torch.Tensor):
         """The shapes of `_forward_by_copies`."""
-        outputs, saved, rank = [], [], self.share.rank
-        for chunk, calls in self.calls(form):
-            heads = [_cut(q, chunk.heads)] if self.problem.parts == 1 else []
+        outputs, saved, rank, form, route = [], [], self.share.rank, self.form, self.route
+        for chunk, calls in self.calls:
+            heads = [_part(q, 2, chunk.heads)] if self.problem.parts == 1 else []
             for kind in route.sent:
                 run = chunk.of(kind.queries)
                 sizes = (form.batch, route.rows(kind, rank), len(run), kind.width)
@@ -152,19 +172,6 @@ class Attention:
         came = q.new_empty(places_of(route, rank).came_bytes // route.item)
         return result, [came, *outputs], saved
 
-    @property
-    def _keeps_keys(self) -> bool:
-        return self.problem.parts == self.problem.ranks
-
-    @property
-    def kept(self) -> int:
-        """The number of tensors that forward keeps beside what kernels saved."""
-        if self.problem.parts == 1:
-            return 0
-        if self.by_copies:
-            return 1 + len(self.chunks) if self.keeps else 0
-        return 2
-
     def wanted(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> list:
         """The tensors that backward reads, None in the place of others, of which the head layout is kept."""
         own, gathers = self.problem.parts == 1, not self._keeps_keys
@@ -173,6 +180,15 @@ class Attention:
             for tensor, takes in ((q, own), (k, own or gathers), (v, own or gathers), (o, own))
         ]
 
+    def saved_of(self, tensors: Tensors) -> list[Tensors]:
+        """The tensors of each call of a built-in kernel, out of all that these saved."""
+        found, at = [], 0
+        for _, calls in self.calls:
+            for kernel, *_ in calls:
+                found.append(tensors[at : at + kernel.keeps])
+                at += kernel.keeps
+        return found
+
     def backward(
         self,
         grad: torch.Tensor,
@@ -180,33 +196,30 @@ class Attention:
         k: torch.Tensor | None,
         v: torch.Tensor | None,
         o: torch.Tensor | None,
-        width: int,
-        kept: Sequence[torch.Tensor],
+        kept: Tensors,
         saved: Sequence[Any],
+        per_head: Tensors = (),
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of this rank's q, k and v, and of its slices of per_head. q, k, v and o are as `wanted` leaves them."""
-        form = Form(grad.shape[0], grad.dtype, width, grad.shape[3])
-        self._compare(self._text_of_gradients, grad, form)
+        self._compare(self._text_of_gradients, grad)
         laid = self.by_copies and self._keeps_keys
         if laid and self.problem.kv_heads % self.problem.parts == 0:
-            return self._backward_by_copies(form, grad, kept, saved)
-        exchange = Exchange(self.share, form.batch, width, form.value_width, self.group)
+            return self._backward_by_copies(grad, kept, saved)
+        exchange = self.exchange
         *came, o = kept or [o]
         again = None if self._keeps_keys else exchange.start_in(None, k, v)
         grad = exchange.start_grad(grad)()
-        if (
-            laid
-        ):  # one chunk, as several ranks have terms of a key's gradient, which are summed once
-            route = self.route(form)
-            q, k, v = operands_of(route, self.share.rank, 0, came[0])
+        # Laid out, it is one chunk, as several ranks have terms of a key's gradient, which are summed once.
+        if laid:
+            q, k, v = operands_of(self.route, self.share.rank, 0, came[0])
         else:
             q, k, v = exchange.heads(came if again is None else [*came, *again()], q, k, v)
-        saved, found = iter(saved), []
-        more = [torch.zeros_like(one) for one in self.per_head]
-        for chunk, calls in self.calls(form):
-            cut = [_cut(one, chunk.heads) for one in (grad, q, o)]
-            keys = [_cut(one, chunk.kv_heads) for one in (k, v)]
-            grads, others = _differentiate(calls, cut[0], cut[1], *keys, cut[2], saved)
+        own, saved, found = self._own(per_head), iter(saved), []
+        more = [torch.zeros_like(one) for one in own]
+        for chunk, calls in self.calls:
+            cut = [_part(one, 2, chunk.heads) for one in (grad, q, o)]
+            keys = [_part(one, 2, chunk.kv_heads) for one in (k, v)]
+            grads, others = _differentiate(calls, cut[0], cut[1], *keys, cut[2], saved, own)
             found.append(grads)
             for total, other in zip(more, others, strict=bool(calls)):
                 total += other
@@ -214,21 +227,21 @@ class Attention:
         return *exchange.gradients_home(*grads), *more
 
     def _backward_by_copies(
-        self, form: Form, grad: torch.Tensor, kept: Sequence[torch.Tensor], saved: Sequence[Any]
+        self, grad: torch.Tensor, kept: Tensors, saved: Sequence[Any]
     ) -> tuple[torch.Tensor, ...]:
         came, *outputs = kept
-        route, forward = self.route(form, backward=True), self.route(form)
+        rank, states = self.share.rank, iter(saved)
         if _is_fake(grad):
-            sizes = ((self.problem.heads, form.width), (self.problem.kv_heads, form.width))
-            sizes = (*sizes, (self.problem.kv_heads, form.value_width))
-            return tuple(grad.new_empty((*grad.shape[:2], *size)) for size in sizes)
-        states = iter(saved)
+            route, rows = self.route, grad.shape[:2]
+            return tuple(
+                grad.new_empty((*rows, route.all_heads(one), one.width)) for one in route.sent
+            )
         with PeerExchange(
-            route, self.share.rank, grad, self.group, self._text_of_gradients
+            self.route_back, rank, grad, self.group, self._text_of_gradients
         ) as exchange:
             exchange.send(grad)
-            for c, (_, calls) in enumerate(self.calls(form)):
-                operands = operands_of(forward, self.share.rank, c, came)
+            for c, (_, calls) in enumerate(self.calls):
+                operands = operands_of(self.route, rank, c, came)
                 (arrived,) = exchange.came(c)
                 grads, _ = _differentiate(calls, arrived, *operands, outputs[c], states)
                 exchange.send_home(c, *grads)
@@ -243,24 +256,32 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 def _of_heads(work: AttentionWork, chunk: Chunk) -> AttentionWork:
     """A call's work of a chunk of its heads."""
     heads, kv_heads = (slice(run.start, run.stop) for run in (chunk.heads, chunk.kv_heads))
-    per_head = tuple(tensor[heads] for tensor in work.per_head)
-    return replace(
-        work, heads=work.heads[heads], kv_heads=work.kv_heads[kv_heads], per_head=per_head
-    )
+    return replace(work, heads=work.heads[heads], kv_heads=work.kv_heads[kv_heads])
 
 
-def _cut(tensor: torch.Tensor, heads: range) -> torch.Tensor:
-    """The heads of [B, T, H, D], a view."""
-    return tensor[:, :, heads.start : heads.stop]
+def _part(tensor: torch.Tensor, dim: int, run: slice | range) -> torch.Tensor:
+    """A run of heads or rows of [B, T, H, D], a view."""
+    count = run.stop - run.start
+    return tensor if count == tensor.shape[dim] else tensor.narrow(dim, run.start, count)
+
+
+def _rows(tensors: Sequence[tuple[torch.Tensor, slice]]) -> list[torch.Tensor]:
+    return [_part(tensor, 1, rows) for tensor, rows in tensors]
 
 
 def _attend(
-    calls: Sequence[Call], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    calls: Sequence[Call],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    per_head: Tensors = (),
 ) -> tuple[torch.Tensor, list]:
     """The output [B, rows, h, Dv] of these calls, and what each one saved."""
     outputs, saved = [], []
     for kernel, work, rows, keys in calls:
-        o, kept = kernel.forward(q[:, rows], k[:, keys], v[:, keys], work)
+        if per_head:
+            work = replace(work, per_head=tuple(per_head))
+        o, kept = kernel.forward(*_rows(((q, rows), (k, keys), (v, keys))), work)
         outputs.append(o)
         saved.append(kept)
     if not outputs:
@@ -276,11 +297,14 @@ def _differentiate(
     v: torch.Tensor,
     o: torch.Tensor,
     saved: Iterator[Any],
+    per_head: Tensors = (),
 ) -> tuple[Heads, list[torch.Tensor]]:
     """The gradients of q, k and v by these calls, and of the slices of per_head; the next of ``saved`` are theirs."""
     for_q, terms, more = [], [], []
     for kernel, work, rows, keys in calls:
-        operands = (grad[:, rows], q[:, rows], k[:, keys], v[:, keys], o[:, rows])
+        if per_head:
+            work = replace(work, per_head=tuple(per_head))
+        operands = _rows(((grad, rows), (q, rows), (k, keys), (v, keys), (o, rows)))
         dq, dk, dv, *others = kernel.backward(*operands, next(saved), work)
         for_q.append((rows, dq))
         terms.append((keys, dk, dv))

@@ -19,6 +19,7 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v of this rank'
 Later = Callable[[], torch.Tensor]
 # The rows that came, in order: of all three in one tensor, of queries and of keys and values, or without queries.
 Came = list[torch.Tensor]
+_WORD = 16  # bytes
 
 
 def _send(flat: torch.Tensor, sent: Sequence[int], come: Sequence[int], group: str) -> Later:
@@ -27,50 +28,36 @@ def _send(flat: torch.Tensor, sent: Sequence[int], come: Sequence[int], group: s
     return lambda: collectives.wait(begun)
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor as numbers of 16 bytes, a view; None where it does not lie so."""
-    each = 16 // tensor.element_size()
-    whole = [tensor.storage_offset(), tensor.shape[-1], *tensor.stride()[:-1]]
-    if tensor.stride(-1) != 1 or any(number % each for number in whole):
-        return None
-    if type(tensor) is torch.Tensor and tensor.data_ptr() % 16 != 0:
-        return None
-    return tensor.view(torch.complex128)
+def _words(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The tensors as numbers of 16 bytes, views, if all lie so; else as they are.
+
+    PyTorch copies strided tensors number by number, and finds each one's place.
+    """
+    each = _WORD // tensors[0].element_size()
+    for tensor in tensors:
+        *steps, last = tensor.stride()
+        if last != 1 or tensor.shape[-1] % each or tensor.storage_offset() % each:
+            return tensors
+        if any([step % each for step in steps]):
+            return tensors
+        if type(tensor) is torch.Tensor and tensor.data_ptr() % _WORD:
+            return tensors
+    return [tensor.view(torch.complex128) for tensor in tensors]
 
 
-def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies heads by 16 bytes: PyTorch copies strided tensors number by number, and finds each one's place."""
-    wide = _words(to), _words(source)
-    if None in wide:
-        to.copy_(source)
-    else:
-        wide[0].copy_(wide[1])
+def _beside(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    """Several tensors' heads [..., h, D] beside each other in each row, fresh or into ``out`` [..., columns], by one operation."""
+    width = tensors[0].shape[-1]
+    if all([tensor.shape[-1] == width for tensor in tensors]):
+        return torch.cat(tensors, -2, out=out if out is None else out.unflatten(-1, (-1, width)))
+    return torch.cat([tensor.flatten(-2) for tensor in tensors], -1, out=out)
 
 
-def _joined(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Blocks [T, B, h, D] of all heads, fresh [B, T, H, D]."""
-    heads = sum(block.shape[2] for block in blocks)
-    rows, batch, _, width = blocks[0].shape
-    out, at = blocks[0].new_empty((batch, rows, heads, width)), 0
-    for block in blocks:
-        _copy(out[:, :, at : at + block.shape[2]], block.transpose(0, 1))
-        at += block.shape[2]
-    return out
-
-
-def _fill(rows: torch.Tensor, heads: torch.Tensor) -> None:
-    """Copies ``heads`` [B, T, H, D] into the columns of each part: ``rows`` [parts, T, B, h * D], one head for several parts too."""
-    parts, own = rows.shape[0], heads.shape[2]
-    rows = rows.unflatten(-1, (-1, heads.shape[-1]))
-    if own % parts == 0:
-        _copy(rows, heads.unflatten(2, (parts, own // parts)).permute(2, 1, 0, 3, 4))
-    else:
-        rows.unflatten(0, (own, parts // own)).copy_(heads.permute(2, 1, 0, 3)[:, None, :, :, None])
-
-
-def _heads_of(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """[T, B, heads * D] to [B, T, heads, D], a view."""
-    return rows.unflatten(-1, (heads, -1)).transpose(0, 1)
+def _heads_of(rows: torch.Tensor, first: int, heads: int, width: int) -> torch.Tensor:
+    """The columns of [T, B, columns] from ``first`` on as [B, T, heads, width], a view."""
+    (count, batch, _), (row, sequence, _) = rows.shape, rows.stride()
+    at = rows.storage_offset() + first
+    return rows.as_strided((batch, count, heads, width), (sequence, row, width, 1), at)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,19 +65,38 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _in_order(blocks: dict[int, torch.Tensor], order: Sequence[Rows]) -> torch.Tensor:
-    """The ranks' rows in order of positions, one copy."""
-    parts = [blocks[rows.rank][rows.begin : rows.end] for rows in order]
-    return torch.cat(parts) if len(parts) != 1 else parts[0]
+class _Runs:
+    """Runs of ranks' rows in order of positions, and the same in order of ranks."""
 
+    def __init__(self, order: Sequence[Rows]) -> None:
+        self.by_rank = sorted(order)
+        self.straight = self.by_rank == [*order]
+        self.sizes, self.sizes_by_rank = (
+            [rows.end - rows.begin for rows in runs] for runs in (order, self.by_rank)
+        )
+        self.places = [self.by_rank.index(rows) for rows in order]
+        self.places_by_rank = [order.index(rows) for rows in self.by_rank]
 
-def _is_straight(order: Sequence[Rows]) -> bool:
-    """True if whole ranks follow each other."""
-    return [rows.rank for rows in order] == sorted({rows.rank for rows in order})
+    def in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """The ranks' rows, one rank's after the other's, in order of positions."""
+        if self.straight:
+            return rows
+        runs = rows.split(self.sizes_by_rank)
+        return torch.cat([runs[place] for place in self.places])
+
+    def together(self, blocks: Sequence[torch.Tensor], first: int = 0) -> torch.Tensor:
+        """The same of a block for each rank from the first on: one copy."""
+        runs = [blocks[rows.rank - first][rows.begin : rows.end] for rows in self.by_rank]
+        return torch.cat([runs[place] for place in self.places]) if runs else blocks[0]
+
+    def of_ranks(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Runs of rows that lie in order of positions, in order of ranks."""
+        runs = rows.split(self.sizes)
+        return [runs[place] for place in self.places_by_rank]
 
 
 class Exchange:
-    """The collectives of one call, for this rank's share.
+    """The collectives of calls alike, for this rank's share.
 
     Args:
         share: what this rank computes.
@@ -101,134 +107,122 @@ class Exchange:
     def __init__(self, share: Share, batch: int, width: int, value_width: int, group: str) -> None:
         self.share, self.problem, self.group = share, share.problem, group
         self.batch, self.width, self.value_width = batch, width, value_width
-        self.q_columns = len(share.heads) * width
-        self.k_columns = len(share.kv_heads) * width
-        self.v_columns = len(share.kv_heads) * value_width
+        heads, kv_heads = len(share.heads), len(share.kv_heads)
+        self.q_columns, self.k_columns = heads * width, kv_heads * width
+        self.kv_columns = self.k_columns + kv_heads * value_width
         self.own = self.problem.numbers[share.rank]
         self.moves_queries = self.problem.parts > 1
-
-    def _query_columns(self, rank: int) -> int:
-        """The columns that a query's row adds to a message between this rank and ``rank``."""
-        return self.q_columns if self.moves_queries and rank in self.share.sharing else 0
-
-    def _query_sizes(self, columns: int) -> tuple[list[int], list[int]]:
-        """Numbers in messages of queries' rows: for each rank those of this rank's, and those of the rank's own."""
+        self.keys, self.queries = _Runs(share.key_order), _Runs(share.query_order)
+        # The numbers of a row in messages with each rank, and of whole messages.
         ranks = range(self.problem.ranks)
-        shares = [columns if rank in self.share.sharing else 0 for rank in ranks]
-        numbers = self.problem.numbers
-        return self._sizes([self.own] * len(ranks), shares), self._sizes(numbers, shares)
+        shares = [self.moves_queries and rank in share.sharing for rank in ranks]
+        self.columns = [self.kv_columns + self.q_columns * one for one in shares]
+        self.sizes = self._sizes(self.columns)
+        self.key_sizes = self._sizes([self.kv_columns for _ in ranks])
+        self.result_sizes = self._sizes([heads * value_width * one for one in shares])
+        self.alike = len({*self.columns}) == 1
 
-    def _sizes(self, tokens: Sequence[int], columns: Sequence[int]) -> list[int]:
-        return [n * self.batch * width for n, width in zip(tokens, columns, strict=True)]
+    def _sizes(self, columns: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Numbers in messages: with each rank, of this rank's rows, and of that rank's own rows."""
+        pairs = zip(self.problem.numbers, columns, strict=True)
+        own = [self.own * self.batch * width for width in columns]
+        return own, [rows * self.batch * width for rows, width in pairs]
+
+    def _by_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[B, T, H, D] as [groups, parts / groups, T, B, h, D], the heads of each part, a view; fewer heads than parts are a group's.
+
+        Dims of 1 are left out, as torch.cat is one kernel up to four dims.
+        """
+        parts, groups = self.problem.parts, min(self.problem.parts, self.problem.kv_heads)
+        (batch, rows, heads, width), (sequence, row, head, number) = tensor.shape, tensor.stride()
+        own, step = max(heads // parts, 1), heads // groups * head
+        shape, strides = [groups, rows, own, width], [step, row, head, number]
+        if batch != 1:
+            shape.insert(2, batch)
+            strides.insert(2, sequence)
+        if parts > groups:
+            shape.insert(1, parts // groups)
+            strides.insert(1, own * head if heads >= parts else 0)
+        return tensor.as_strided(shape, strides)
 
     def start_in(
         self, q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
     ) -> Callable[[], Came]:
         """Begins to send this rank's tokens; with q None only keys and values. The result waits; :meth:`heads` reads what came."""
         problem, ranks = self.problem, self.problem.ranks
-        parts, kv = problem.parts, self.k_columns + self.v_columns
         if ranks == 1:
             return lambda: []
         moves = self.moves_queries and q is not None
-        columns = [(self._query_columns(rank) if moves else 0) + kv for rank in range(ranks)]
-        if parts == 1 and len({*problem.numbers}) == 1:
-            shard = k.new_empty((1, self.own, self.batch, kv))
-            self._fill_keys(shard, k, v)
-            begun = collectives.start_all_gather(shard[0], self.group, ranks)
-            return lambda: self._arrived(collectives.wait(begun).view(-1), columns)
-        sent = self._sizes([self.own] * ranks, columns)
-        flat = k.new_empty(sum(sent))
-        first, last = self.share.sharing.start, self.share.sharing.stop
-        regions = [(0, first), (first, last), (last, ranks)] if moves else [(0, ranks)]
-        for begin, end in regions:
-            at = sum(sent[:begin])
-            block = flat[at : at + sum(sent[begin:end])]
-            block = block.view(
-                (end - begin) // parts, parts, self.own, self.batch, columns[min(begin, ranks - 1)]
-            )
-            for one in block:
-                self._fill_keys(one[..., -kv:], k, v)
-            if moves and (begin, end) == (first, last):
-                _fill(block[0][..., : self.q_columns], q)
-        come = self._sizes(problem.numbers, columns)
-        later = _send(flat, sent, come, self.group)
+        laid = [self._by_part(one) for one in _words(*((q, k, v) if moves else (k, v)))]
+        flat = _beside(laid).view(k.dtype)
+        if problem.parts == 1 and len({*problem.numbers}) == 1:
+            shard = flat.view(self.own, self.batch, self.kv_columns)
+            begun = collectives.start_all_gather(shard, self.group, ranks)
+            return lambda: self._arrived(collectives.wait(begun), self.kv_columns)
+        if problem.parts < ranks:
+            messages = [_beside(laid[1:]).view(k.dtype) if moves else flat]
+            messages *= ranks // problem.parts
+            messages[self.share.rank // problem.parts] = flat
+            flat = torch.cat([one.view(-1) for one in messages])
+        later = _send(flat.view(-1), *(self.sizes if moves else self.key_sizes), self.group)
+        columns = self.kv_columns if not moves else self.columns[0] if self.alike else None
         return lambda: self._arrived(later(), columns)
 
-    def _fill_keys(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        _fill(rows[..., : self.k_columns], k)
-        _fill(rows[..., self.k_columns :], v)
-
-    def _arrived(self, flat: torch.Tensor, columns: Sequence[int]) -> Came:
-        share, kv = self.share, self.k_columns + self.v_columns
-        if len({*columns}) == 1 and _is_straight(share.key_order):
-            return [flat.view(share.total, self.batch, columns[0])]
-        sizes = self._sizes(self.problem.numbers, columns)
-        pairs = zip(flat.split(sizes), self.problem.numbers, columns, strict=True)
-        blocks = {
-            rank: one.view(n, self.batch, width) for rank, (one, n, width) in enumerate(pairs)
-        }
-        if len({*columns}) == 1:  # whole rows, in which queries are as the keys are
-            return [_in_order(blocks, share.key_order)]
-        keys = {rank: one[..., -kv:] for rank, one in blocks.items()}
-        came = [_in_order(keys, share.key_order)]
-        if columns[share.rank] > kv:
-            own = {rank: blocks[rank][..., : self.q_columns] for rank in share.sharing}
-            came.insert(0, _in_order(own, share.query_order))
-        return came
+    def _arrived(self, flat: torch.Tensor, columns: int | None) -> Came:
+        """The rows in order of positions; ``columns``: those of a row in all messages, if they are alike."""
+        share, kv = self.share, self.kv_columns
+        if columns is not None:  # whole rows, in which queries are as the keys are
+            return [self.keys.in_order(flat.view(share.total, self.batch, columns))]
+        pairs = zip(flat.split(self.sizes[1]), self.columns, strict=True)
+        blocks = [one.view(-1, self.batch, columns) for one, columns in pairs]
+        own = [blocks[rank][..., : self.q_columns] for rank in share.sharing]
+        keys = [one[..., -kv:] for one in blocks]
+        return [self.queries.together(own, share.sharing.start), self.keys.together(keys)]
 
     def heads(self, came: Came, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Heads:
         """This part's heads as views of what came, or this rank's own operands."""
         if not came:
             return _dense(q), _dense(k), _dense(v)
-        keys = came[-1]
-        if keys.shape[-1] > self.k_columns + self.v_columns:
-            q = _heads_of(keys[..., : self.q_columns], len(self.share.heads))
-            keys = keys[..., self.q_columns :]
-        elif len(came) == 2:
-            q = _heads_of(came[0], len(self.share.heads))
-        else:
-            q = _dense(q)
-        heads = len(self.share.kv_heads)
-        k, v = keys[..., : self.k_columns], keys[..., self.k_columns :]
-        return q, _heads_of(k, heads), _heads_of(v, heads)
+        rows, heads = came[-1], len(self.share.kv_heads)
+        at = rows.shape[2] - self.kv_columns
+        if at > 0 or len(came) == 2:
+            q = _heads_of(came[0], 0, len(self.share.heads), self.width)
+        k = _heads_of(rows, at, heads, self.width)
+        return _dense(q), k, _heads_of(rows, at + self.k_columns, heads, self.value_width)
 
-    def _own_rows(self, tensor: torch.Tensor) -> dict[int, list[torch.Tensor]]:
-        """``tensor`` [T, ...] of the queries here, by the rank that they are of, each in that rank's order."""
-        found: dict[int, list[torch.Tensor]] = {rank: [] for rank in self.share.sharing}
-        at = 0
-        for rows in self.share.query_order:
-            found[rows.rank].append(tensor[at : at + rows.end - rows.begin])
-            at += rows.end - rows.begin
-        return found
+    def _assembled(self, flat: torch.Tensor, columns: int, first: int, heads: int, width: int):
+        """All parts' heads, fresh [B, T, H, D], out of messages of this rank's rows; a part's are in the columns from ``first`` on."""
+        each, at = _WORD // flat.element_size(), flat.storage_offset()
+        rows, dtype = self.batch * columns, flat.dtype
+        if not any([number % each for number in (columns, first, width, at)]):
+            flat, at = flat.view(torch.complex128), at // each
+            rows, columns, first, width = (one // each for one in (rows, columns, first, width))
+        shape = (self.batch, self.own, self.problem.parts, heads, width)
+        parts = flat.as_strided(shape, (columns, rows, self.own * rows, width, 1), at + first)
+        return parts.clone(memory_format=torch.contiguous_format).flatten(2, 3).view(dtype)
 
     def results_home(self, o: torch.Tensor) -> torch.Tensor:
         """``o`` [B, T, h, Dv] of the queries here to their ranks: this rank's [B, T, H, Dv], fresh."""
         if not self.moves_queries:
             return o.contiguous()
-        share, rows = self.share, o.transpose(0, 1)
-        if not _is_straight(share.query_order):
-            rows = torch.cat([part for parts in self._own_rows(rows).values() for part in parts])
-        come, sent = self._query_sizes(len(share.heads) * self.value_width)
-        home = _send(rows.reshape(-1), sent, come, self.group)()
-        shape = (len(share.sharing), self.own, self.batch, len(share.heads), self.value_width)
-        return _joined(home.view(shape).unbind(0))
+        rows = _words(o)[0].transpose(0, 1)
+        if not self.queries.straight:
+            rows = torch.cat(self.queries.of_ranks(rows))
+        come, sent = self.result_sizes
+        home = _send(rows.reshape(-1).view(o.dtype), sent, come, self.group)()
+        heads = len(self.share.heads)
+        return self._assembled(home, heads * self.value_width, 0, heads, self.value_width)
 
     def start_grad(self, grad: torch.Tensor) -> Later:
         """Begins to send the output's gradient the way of the queries; the result waits: [B, T, h, Dv] of the queries here."""
         if not self.moves_queries:
             return lambda: grad.contiguous()
-        share, columns = self.share, len(self.share.heads) * self.value_width
-        rows = grad.new_empty((len(share.sharing), self.own, self.batch, columns))
-        _fill(rows, grad)
-        later = _send(rows.view(-1), *self._query_sizes(columns), self.group)
+        flat = self._by_part(_words(grad)[0]).reshape(-1).view(grad.dtype)
+        later, heads = _send(flat, *self.result_sizes, self.group), len(self.share.heads)
 
         def arrived() -> torch.Tensor:
-            came = later().view(share.rows, self.batch, columns)
-            if not _is_straight(share.query_order):
-                counts = [self.problem.numbers[rank] for rank in share.sharing]
-                blocks = dict(zip(share.sharing, came.split(counts), strict=True))
-                came = _in_order(blocks, share.query_order)
-            return _heads_of(came, len(share.heads))
+            rows = later().view(self.share.rows, self.batch, heads * self.value_width)
+            return _heads_of(self.queries.in_order(rows), 0, heads, self.value_width)
 
         return arrived
 
@@ -237,53 +231,61 @@ class Exchange:
 
         Sums are in float32 (float64 of float64), in rank order.
         """
-        share, numbers, ranks = self.share, self.problem.numbers, self.problem.ranks
-        if ranks == 1:
+        if self.problem.ranks == 1:
             return dq, dk, dv
-        columns = [
-            self._query_columns(rank) + self.k_columns + self.v_columns for rank in range(ranks)
-        ]
-        queries = self._own_rows(dq.transpose(0, 1)) if self.moves_queries else {}
-        found = [queries.get(rank, []) for rank in range(ranks)]
-        keys, values, at = [[] for _ in found], [[] for _ in found], 0
-        for rows in share.key_order:
-            for tensor, lists in ((dk, keys), (dv, values)):
-                lists[rows.rank].append(tensor[:, at : at + rows.end - rows.begin].transpose(0, 1))
-            at += rows.end - rows.begin
-        pieces = [
-            piece for rank in range(ranks) for one in (found, keys, values) for piece in one[rank]
-        ]
-        flat = dk.new_empty(sum(piece.numel() for piece in pieces))
-        places = flat.split([piece.numel() for piece in pieces]) if pieces else ()
-        for place, piece in zip(places, pieces, strict=True):
-            _copy(place.view(piece.shape), piece)
-        come = self._sizes([self.own] * ranks, columns)
-        arrived = _send(flat, self._sizes(numbers, columns), come, self.group)().split(come)
+        grads = _words(*((dq, dk, dv) if self.moves_queries else (dk, dv)))
+        rows = [one.transpose(0, 1) for one in grads]
+        whole = self.alike and self.keys.straight
+        flat = (_beside(rows) if whole else self._by_runs(rows)).view(dk.dtype).view(-1)
+        come, sent = self.sizes
+        arrived = _send(flat, sent, come, self.group)()
         if self.moves_queries:
-            size = self.own * self.batch * self.q_columns
-            shape = (self.own, self.batch, len(share.heads), self.width)
-            blocks = [arrived[rank][:size].view(shape) for rank in share.sharing]
-            dq = _joined(blocks)
+            mine = arrived[sum(come[: self.share.sharing.start]) :]
+            columns, heads = self.columns[self.share.rank], len(self.share.heads)
+            dq = self._assembled(mine, columns, 0, heads, self.width)
         return dq, *self._summed(arrived)
 
-    def _summed(self, arrived: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _by_runs(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows [T, B, h, D] of gradients as messages, each run of a rank's rows written to its place."""
+        found, at = rows[0].new_empty(sum([one.numel() for one in rows])), 0
+        queries = iter(self.queries.of_ranks(rows[0]) if self.moves_queries else ())
+        keys = [self.keys.of_ranks(one) for one in rows[-2:]]
+        for run, *own in zip(self.keys.by_rank, *keys, strict=True):
+            if self.moves_queries and run.rank in self.share.sharing:
+                own.insert(0, next(queries))
+            columns = sum([one.shape[2] * one.shape[3] for one in own])
+            shape = (*own[0].shape[:2], columns)
+            _beside(own, found.as_strided(shape, (self.batch * columns, columns, 1), at))
+            at += shape[0] * shape[1] * columns
+        return found
+
+    def _summed(self, arrived: torch.Tensor) -> list[torch.Tensor]:
         """The sums of the terms that came for this rank's keys and values."""
-        problem, results = self.problem, []
-        alone = problem.parts == problem.ranks and problem.kv_heads % problem.parts == 0
-        for width, behind in ((self.width, self.v_columns), (self.value_width, 0)):
-            size = self.own * self.batch * len(self.share.kv_heads) * width
-            skip = self.own * self.batch * behind
-            terms = [one[one.numel() - skip - size : one.numel() - skip] for one in arrived]
-            shape = (self.own, self.batch, len(self.share.kv_heads), width)
-            terms = [one.view(shape) for one in terms]
-            if alone:  # each head has one term
-                results.append(_joined(terms))
-                continue
-            wide = accumulated(terms[0].dtype)
-            total = terms[0].new_zeros((self.own, self.batch, problem.kv_heads, width), dtype=wide)
+        problem, heads, wide = self.problem, len(self.share.kv_heads), accumulated(arrived.dtype)
+        places = (
+            (self.kv_columns, self.width),
+            (self.kv_columns - self.k_columns, self.value_width),
+        )
+        if problem.parts == problem.ranks and problem.kv_heads % problem.parts == 0:
+            columns = self.columns[0]  # each head has one term
+            return [
+                self._assembled(arrived, columns, columns - at, heads, width)
+                for at, width in places
+            ]
+        pairs = zip(arrived.split(self.sizes[0]), self.columns, strict=True)
+        terms = [one.view(self.own, self.batch, columns) for one, columns in pairs]
+        if problem.parts == 1:
+            sums = terms[0].to(wide, copy=True)
+            for term in terms[1:]:
+                sums += term
+            totals = [_heads_of(sums, self.kv_columns - at, heads, width) for at, width in places]
+            return [one.to(arrived.dtype).contiguous() for one in totals]
+        totals = []
+        for at, width in places:
+            shape = (self.batch, self.own, problem.kv_heads, width)
+            totals.append(arrived.new_zeros(shape, dtype=wide))
             for rank, term in enumerate(terms):
-                heads = part_of(problem.kv_heads, problem.parts, rank % problem.parts)
-                total[:, :, heads.start : heads.stop] += term
-            total = total.to(terms[0].dtype)
-            results.append(total.transpose(0, 1).contiguous())
-        return results[0], results[1]
+                its = part_of(problem.kv_heads, problem.parts, rank % problem.parts)
+                own = _heads_of(term, self.columns[rank] - at, heads, width)
+                totals[-1][:, :, its.start : its.stop] += own
+        return [one.to(arrived.dtype) for one in totals]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -13,12 +14,12 @@ from overlap_torch._attention import ops
 from overlap_torch._attention.call import Attention
 from overlap_torch._attention.cuts import Documents, Tokens, numbers_of
 from overlap_torch._attention.kernels import (
-    BUILT_IN,
     AttentionKernel,
     Form,
     FunctionKernel,
     calls_of,
     default_kernels,
+    kernels_of,
 )
 from overlap_torch._attention.peers import cut_heads, route_of, takes
 from overlap_torch._attention.work import Problem, parts_allowed, seconds, share_of
@@ -42,11 +43,17 @@ def _default(device: torch.device) -> str:
     return default_kernels(device)
 
 
-def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+class _Operand(NamedTuple):
+    """A tensor as it is checked."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _check_operands(q: _Operand, k: _Operand, v: _Operand) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.is_nested:
-            refuse_nested(_WHAT, name, tensor)
-        if tensor.dim() != 4:
+        if len(tensor.shape) != 4:
             raise ValueError(
                 f"{_WHAT} takes q, k and v [B, T, H, D], but {name} is {tuple(tensor.shape)}"
             )
@@ -133,15 +140,11 @@ def _kernel(kernel: Kernel, device: torch.device) -> Kernel:
     return kernel
 
 
-def _kernels(kernel: str | AttentionKernel) -> tuple[AttentionKernel, ...]:
-    return BUILT_IN[kernel] if isinstance(kernel, str) else (kernel,)
-
-
 @functools.lru_cache(maxsize=256)
 def check_calls(problem: Problem, kernel: str | AttentionKernel, form: Form) -> None:
     """Raises NotImplementedError, on every rank alike, if a call of some rank is one that no kernel takes."""
     for rank in range(problem.ranks):
-        for _ in calls_of(share_of(problem, rank), _kernels(kernel), form, 1.0):
+        for _ in calls_of(share_of(problem, rank), kernels_of(kernel), form, 1.0):
             pass
 
 
@@ -154,7 +157,7 @@ def choose_parts(
     Raises:
         NotImplementedError: the kernel takes none.
     """
-    fastest, found, why = _kernels(kernel)[0], [], []
+    fastest, found, why = kernels_of(kernel)[0], [], []
     for parts in reversed(parts_allowed(problem.ranks, problem.heads, problem.kv_heads)):
         candidate = problem._replace(parts=parts)
         try:
@@ -261,16 +264,16 @@ def chunks_over_peers(problem: Problem, form: Form, device: torch.device, group:
     return _chunks((None, None, False), False, device, reached, problem, form)
 
 
-def _check_per_head(per_head: Sequence[torch.Tensor], q: torch.Tensor, built_in: bool) -> None:
+def _check_per_head(per_head: tuple, q: _Operand, built_in: bool) -> None:
+    """``per_head``: shape and device of each tensor."""
     if per_head and built_in:
         raise ValueError(
             "per_head goes to the caller's kernel as work.per_head, and the kernels that are built in read none; give kernel="
         )
-    for tensor in per_head:
-        if tensor.dim() == 0 or tensor.shape[0] != q.shape[2] or tensor.device != q.device:
+    for shape, device in per_head:
+        if len(shape) == 0 or shape[0] != q.shape[2] or device != q.device:
             raise ValueError(
-                f"per_head takes tensors [{q.shape[2]}, ...], an entry for each query head, on {q.device}, but got {tuple(tensor.shape)} on "
-                f"{tensor.device}"
+                f"per_head takes tensors [{q.shape[2]}, ...], an entry for each query head, on {q.device}, but got {shape} on {device}"
             )
 
 
@@ -346,68 +349,84 @@ def context_parallel_attention(
     """
     name = group_name(group)
     q, k, v = as_under_autocast(q, k, v)
-    _check_operands(q, k, v)
+    for operand, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.is_nested:
+            refuse_nested(_WHAT, operand, tensor)
     chosen = _kernel(kernel, q.device)
-    _check_per_head(per_head, q, isinstance(chosen, str))
-    backward = torch.is_grad_enabled() and any(one.requires_grad for one in (q, k, v, *per_head))
     # A compiler takes sizes and numbers as they are, and compiles again where they change.
-    batch, own, heads, width = map(operator.index, q.shape)
-    kv_heads, value_width = map(operator.index, v.shape[2:])
     head_parts, chunks = (
         each if each is None else operator.index(each) for each in (head_parts, chunks)
     )
-    form = (batch, q.dtype, width, value_width)
-    scale = width**-0.5 if scale is None else float(scale)
     if window is not None and not isinstance(window, int):
-        window = tuple(side if side is None else operator.index(side) for side in window)
+        window = tuple([side if side is None else operator.index(side) for side in window])
     tokens = tokens if isinstance(tokens, str) else tuple(map(operator.index, tokens))
-    if not isinstance(documents, Documents | None):
+    if documents is not None and not isinstance(documents, Documents):
         raise TypeError(
             f"documents is an overlap_torch.Documents(lengths), made once a batch, but got {type(documents).__name__}"
         )
-    cut = (tokens, own, heads, kv_heads, causal, window, documents)
-    asked = (head_parts, transport, chunks, len(per_head) > 0)
-    asks_peers = transport == "peer" or (transport is None and q.is_cuda)
-    place = (*place_of(name), asks_peers and _reached(q.device, name))
-    call = (cut, asked, place, chosen, backward, q.device, form)
+    asked = (causal, window, None if scale is None else float(scale), tokens, documents, head_parts)
+    asked = (*asked, transport, chunks)
     if not isinstance(chosen, str):
-        return _by_callers_kernel(call, scale, name, q, k, v, per_head)
-    problem, by = (_problem if is_dynamo_compiling() else _known_problem)(*call)
-    how = ops.arguments(problem, chosen, scale, name, by, backward)
-    if ops.may_call_past_dispatcher(q, backward):
-        return ops.forward(q, k, v, *how)[0]
+        return _by_callers_kernel(asked, chosen, name, q, k, v, per_head)
+    given = _given(asked, chosen, name, q, k, v, per_head)
+    if not is_dynamo_compiling():
+        return ops.call(_known_attention(*given), q, k, v)
+    problem, form, scale, by = _problem(*given)
+    how = ops.arguments(problem, chosen, scale, name, by, given[-1])
     return torch.ops.overlap.context_parallel_attention(q, k, v, *how)[0]
 
 
+def _given(asked: tuple, kernel: str | AttentionKernel, name: str, q, k, v, per_head) -> tuple:
+    """All that an `Attention` depends on, in integers, types and names."""
+    operands = tuple([_Operand(one.shape, one.dtype, one.device) for one in (q, k, v)])
+    backward = torch.is_grad_enabled() and any([one.requires_grad for one in (q, k, v, *per_head)])
+    asks_peers = asked[-2] == "peer" or (asked[-2] is None and q.is_cuda)
+    place = (*place_of(name), asks_peers and _reached(q.device, name))
+    heads = tuple([(tuple(one.shape), one.device) for one in per_head])
+    return operands, heads, asked, kernel, name, place, backward
+
+
 def _problem(
-    cut: tuple,
+    operands: tuple[_Operand, _Operand, _Operand],
+    per_head: tuple,
     asked: tuple,
-    place: tuple[int, int, bool],
     kernel: str | AttentionKernel,
+    name: str,
+    place: tuple[int, int, bool],
     backward: bool,
-    device: torch.device,
-    form: tuple,
-) -> tuple[Problem, int]:
-    """The problem that all ranks know, and the chunks over peers, 0 for the group's collectives. Arguments that do not fit raise."""
-    tokens, own, heads, kv_heads, causal, window, documents = cut
-    head_parts, *by = asked
+) -> tuple[Problem, tuple, float, int]:
+    """The problem that all ranks know, its form, the scale, and the chunks over peers, 0 for the group's collectives.
+
+    Arguments that do not fit raise.
+    """
+    _check_operands(*operands)
+    q, _, v = operands
+    _check_per_head(per_head, q, isinstance(kernel, str))
+    causal, window, scale, tokens, documents, head_parts, transport, chunks = asked
     ranks, rank, reached = place
+    batch, own, heads, width = map(operator.index, q.shape)
+    kv_heads, value_width = map(operator.index, v.shape[2:])
+    form = (batch, q.dtype, width, value_width)
     numbers, zigzag = numbers_of(_WHAT, tokens, own, ranks, rank)
     band = _band(causal, window)
-    lengths = _documents(documents, sum(numbers), form[0])
+    lengths = _documents(documents, sum(numbers), batch)
     problem = (numbers, zigzag, heads, kv_heads, *band, lengths, 1)
     problem = (*problem[:-1], _parts(head_parts, backward, kernel, problem, form))
-    return Problem(*problem), _chunks(tuple(by), backward, device, reached, problem, form)
+    by = (transport, chunks, len(per_head) > 0)
+    by = _chunks(by, backward, q.device, reached, problem, form)
+    return Problem(*problem), form, width**-0.5 if scale is None else scale, by
 
 
-_known_problem = functools.lru_cache(maxsize=256)(_problem)
+@functools.lru_cache(maxsize=256)
+def _known_attention(*given) -> Attention:
+    """The calls with these arguments. A group that has gone may have left its name, in which this rank is another, but nothing else."""
+    *_, kernel, name, (_, rank, _), backward = given
+    problem, form, scale, by = _problem(*given)
+    return ops.known(problem, kernel, Form(*form), scale, name, rank, by, backward)
 
 
 @outside_graphs(_COMPILED)
-def _by_callers_kernel(call, scale, name, q, k, v, per_head) -> torch.Tensor:
-    *before, kernel, backward, device, form = call
+def _by_callers_kernel(asked, kernel, name, q, k, v, per_head) -> torch.Tensor:
     kernel = kernel if isinstance(kernel, AttentionKernel) else _kernel_of(kernel)
-    problem, chunks = _known_problem(*before, kernel, backward, device, form)
-    per_head = tuple(per_head)
-    attention = Attention(problem, (kernel,), scale, name, per_head, chunks, backward)
-    return ops.CallersAttention.apply(attention, q, k, v, *per_head)
+    attention = _known_attention(*_given(asked, kernel, name, q, k, v, per_head))
+    return ops.call(attention, q, k, v, *per_head)

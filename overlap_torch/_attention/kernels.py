@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -262,6 +263,11 @@ BUILT_IN: dict[str, tuple[_BuiltIn, ...]] = {
 }
 
 
+def kernels_of(kernel: str | AttentionKernel) -> tuple[AttentionKernel, ...]:
+    """The kernels of a name in BUILT_IN, or a caller's."""
+    return BUILT_IN[kernel] if isinstance(kernel, str) else (kernel,)
+
+
 def default_kernels(device: torch.device) -> str:
     """The name in BUILT_IN of what a device's calls take; flash attention that was put in PyTorch's place comes first."""
     if device.type != "cuda":
@@ -270,9 +276,14 @@ def default_kernels(device: torch.device) -> str:
         torch.nn.attention.current_flash_attention_impl() is None
         and torch.backends.cuda.cudnn_sdp_enabled()
         and not torch.are_deterministic_algorithms_enabled()
-        and torch.cuda.get_device_capability(device)[0] in (9, 10)
+        and _generation(device) in (9, 10)
     )
     return "cudnn or flash" if takes_cudnn else "flash or masked"
+
+
+@functools.cache
+def _generation(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 class Form(NamedTuple):
@@ -305,11 +316,7 @@ def _taker(
 
 
 def calls_of(
-    share: Share,
-    kernels: Sequence[AttentionKernel],
-    form: Form,
-    scale: float,
-    per_head: tuple[torch.Tensor, ...] = (),
+    share: Share, kernels: Sequence[AttentionKernel], form: Form, scale: float
 ) -> Iterator[Call]:
     """A rank's calls, in order of queries.
 
@@ -322,11 +329,11 @@ def calls_of(
     for run in share.runs:
         calls = [(piece,) for piece in run]
         if len(run) > 1 and form.batch == 1 and one_band(run):
-            work = work_of(share, run, scale, per_head)
+            work = work_of(share, run, scale)
             if _taker(kernels, work, form)[0] is not None:
                 calls = [run]
         for pieces in calls:
-            work = work_of(share, pieces, scale, per_head)
+            work = work_of(share, pieces, scale)
             kernel, why = _taker(kernels, work, form)
             if kernel is None:
                 raise NotImplementedError(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._attention.call import Attention
-from overlap_torch._attention.kernels import BUILT_IN, Form
-from overlap_torch._attention.work import Problem
+from overlap_torch._attention.kernels import Form
+from overlap_torch._attention.work import Problem, share_of
 from overlap_torch._ops.group import group_rank
 
 _library = torch.library.Library("overlap", "FRAGMENT")
@@ -38,52 +40,42 @@ def arguments(
     return *cut, kernel, scale, group, chunks, keeps
 
 
-def _attention(numbers, zigzag, heads, kv_heads, band, documents, parts, kernel, scale, group, *by):
+def _problem(numbers, zigzag, heads, kv_heads, band, documents, parts, *_) -> Problem:
     sides = [None if side < 0 else side for side in band]
-    problem = Problem(tuple(numbers), zigzag, heads, kv_heads, *sides, tuple(documents), parts)
-    return _known(problem, kernel, scale, group, group_rank(group), *by)
+    return Problem(tuple(numbers), zigzag, heads, kv_heads, *sides, tuple(documents), parts)
 
 
-@functools.lru_cache(maxsize=64)
-def _known(
-    problem: Problem, kernel: str, scale: float, group: str, rank: int, chunks: int, keeps: bool
-) -> Attention:
-    """Layers share it; a name may come to mean another group, in which this rank is another."""
-    return Attention(problem, BUILT_IN[kernel], scale, group, (), chunks, keeps)
+def _attention(form: Form, *how) -> Attention:
+    kernel, scale, group, *by = how[7:]
+    return known(_problem(*how), kernel, form, scale, group, group_rank(group), *by)
 
 
-def may_call_past_dispatcher(q: torch.Tensor, backward: bool) -> bool:
-    """True of a call that no gradient, mode, subclass or compiler has to see: the dispatcher's way through Python takes 60 us."""
-    return not (
-        backward
-        or type(q) is not torch.Tensor
-        or is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd._profiler_enabled()
-    )
+@functools.lru_cache(maxsize=256)
+def known(*given: Any) -> Attention:
+    """The `Attention` of these arguments; a name may come to mean another group, in which this rank is another."""
+    return Attention(*given)
 
 
-def forward(q, k, v, *how):
-    o, kept, saved = _attention(*how).forward(q, k, v)
+def _form(q: torch.Tensor, v: torch.Tensor) -> Form:
+    return Form(q.shape[0], q.dtype, q.shape[3], v.shape[3])
+
+
+def _forward(q, k, v, *how):
+    o, kept, saved = _attention(_form(q, v), *how).forward(q, k, v)
     return o, [*kept, *(tensor for each in saved for tensor in each)]
 
 
 def _backward(grad, q, k, v, o, kept, width, *how):
-    attention = _attention(*how)
-    tensors, saved = [*kept[attention.kept :]], []
-    for _, calls in attention.calls(Form(grad.shape[0], grad.dtype, width, grad.shape[3])):
-        for kernel, *_ in calls:
-            saved.append(tensors[: kernel.keeps])
-            del tensors[: kernel.keeps]
-    return attention.backward(grad, q, k, v, o, width, kept[: attention.kept], saved)
+    attention = _attention(Form(grad.shape[0], grad.dtype, width, grad.shape[3]), *how)
+    saved = attention.saved_of(kept[attention.kept :])
+    return attention.backward(grad, q, k, v, o, kept[: attention.kept], saved)
 
 
 def _keep(ctx, inputs, output) -> None:
     q, k, v, *ctx.how = inputs
     o, kept = output
     ctx.width = q.shape[3]
-    ctx.save_for_backward(*_attention(*ctx.how).wanted(q, k, v, o), *kept)
+    ctx.save_for_backward(*_attention(_form(q, v), *ctx.how).wanted(q, k, v, o), *kept)
     ctx.set_materialize_grads(False)
 
 
@@ -118,7 +110,7 @@ def _register(name: str, schema: str, kernel, backward, keep) -> None:
 _register(
     "context_parallel_attention",
     f"Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor[])",
-    forward,
+    _forward,
     _gradients,
     _keep,
 )
@@ -133,7 +125,8 @@ _register(
 
 def _flops(batch: int, widths: int, how: Sequence[Any]) -> int:
     """This rank's products forward, counted as PyTorch counts attention's: of each call's whole rectangle."""
-    share = _attention(*how).share
+    problem, group = _problem(*how), how[9]
+    share = share_of(problem, group_rank(group))
     pieces = [piece for run in share.runs for piece in run]
     pairs = sum(math.prod(end - begin for begin, end in piece[:2]) for piece in pieces)
     return 2 * batch * len(share.heads) * pairs * widths
@@ -149,25 +142,85 @@ def _backward_flops(grad, q, k, v, o, kept, width, *how, out_shape=None, **_) ->
     return _flops(grad[0], width + grad[3], how) * 5 // 2
 
 
-class CallersAttention(torch.autograd.Function):
-    """An attention by a caller's kernel."""
+def _is_seen(*tensors: torch.Tensor) -> bool:
+    """True of a call that a mode, subclass, compiler or profiler has to see as an operator."""
+    return bool(
+        any([type(tensor) is not torch.Tensor for tensor in tensors])
+        or is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
+    )
+
+
+def _how(attention: Attention) -> tuple:
+    by = (len(attention.chunks) if attention.by_copies else 0, attention.keeps)
+    return arguments(attention.problem, attention.kernel, attention.scale, attention.group, *by)
+
+
+def call(attention: Attention, q, k, v, *per_head) -> torch.Tensor:
+    """The output; of a built-in kernel by the operator only where somebody has to see it: the dispatcher's way through Python is long."""
+    if not attention.is_built_in or attention.keeps and not _is_seen(q, k, v):
+        found = ContextParallelAttention.apply(attention, q, k, v, *per_head)
+        return found[0] if attention.kept else found
+    if _is_seen(q, k, v):
+        return _ops.context_parallel_attention(q, k, v, *_how(attention))[0]
+    with _quietly(attention):
+        return attention.forward(q, k, v)[0]
+
+
+def _quietly(attention: Attention) -> contextlib.AbstractContextManager:
+    """Autograd does not look at each call of PyTorch by a built-in kernel, but to refuse forward mode."""
+    below = attention.is_built_in and forward_ad._current_level < 0
+    return torch._C._AutoDispatchBelowAutograd() if below else torch.no_grad()
+
+
+class ContextParallelAttention(torch.autograd.Function):
+    """An attention past the dispatcher, by a caller's kernel or one that is built in.
+
+    Its second output, where backward does not read the first one, is of what is kept, which leads derivatives of gradients to the inputs.
+    """
 
     @staticmethod
     def forward(ctx, attention: Attention, q, k, v, *per_head):
-        o, kept, ctx.saved = attention.forward(q, k, v)
-        ctx.attention, ctx.kept, ctx.width = attention, kept, q.shape[3]
-        ctx.save_for_backward(*attention.wanted(q, k, v, o), *per_head)
-        return o
+        with _quietly(attention):
+            o, kept, ctx.saved = attention.forward(q, k, v, per_head)
+        ctx.attention, tensors = attention, kept
+        if attention.is_built_in:
+            tensors, ctx.saved = [*kept, *(one for each in ctx.saved for one in each)], ()
+        ctx.save_for_backward(*attention.wanted(q, k, v, o), *per_head, *tensors)
+        ctx.set_materialize_grads(False)
+        return (o, kept[-1]) if kept else o
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        q, k, v, o, *per_head = ctx.saved_tensors
-        found = ctx.attention.backward(grad, q, k, v, o, ctx.width, ctx.kept, ctx.saved)
-        heads = ctx.attention.share.heads
-        more = []
-        for tensor, own in zip(per_head, found[3:], strict=True):
-            whole = torch.zeros_like(tensor)
-            whole[heads.start : heads.stop] = own
-            more.append(whole)
-        return None, *found[:3], *more
+    def backward(ctx, grad, *_):
+        attention, more = ctx.attention, len(ctx.needs_input_grad) - 4
+        if grad is None:
+            return (None,) * (4 + more)
+        q, k, v, o, *tensors = ctx.saved_tensors
+        per_head, kept = tensors[:more], tensors[more : more + attention.kept]
+        if attention.is_built_in and _is_seen(grad):
+            given = (grad, q, k, v, o, tensors, attention.form.width, *_how(attention))
+            found = _ops._context_parallel_attention_backward(*given)
+        else:
+            saved = ctx.saved
+            if attention.is_built_in:
+                saved = attention.saved_of(tensors[attention.kept :])
+            with _quietly(attention):
+                found = attention.backward(grad, q, k, v, o, kept, saved, per_head)
+                found = (*found[:3], *map(attention.whole, per_head, found[3:]))
+        if torch.is_grad_enabled():  # create_graph
+            found = _FirstOrder.apply(kept[-1] if kept else o, *found)
+        return None, *found
+
+
+class _FirstOrder(torch.autograd.Function):
+    """Gradients that have no derivatives, of something that depends on the inputs."""
+
+    @staticmethod
+    def forward(ctx, of: torch.Tensor, *grads: torch.Tensor):
+        return grads
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(_SECOND)

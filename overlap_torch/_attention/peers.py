@@ -169,14 +169,25 @@ class Strides(NamedTuple):
     row: int
 
 
+@functools.lru_cache(maxsize=512)
+def _lie(shape: torch.Size, strides: tuple[int, ...], item: int) -> Strides | None:
+    """Where the rows of [B, T, H, D] lie, None if copies of 16 bytes cannot read them."""
+    batch, row, head, number = strides
+    heads_lie = number == 1 and (head == shape[3] or shape[2] == 1)
+    if not heads_lie or batch * item % _GRAIN or row * item % _GRAIN:
+        return None
+    return Strides(batch * item, row * item)
+
+
 def dense(tensor: torch.Tensor) -> tuple[torch.Tensor, Strides]:
     """The tensor [B, T, H, D] as copies of 16 bytes read it, copied where it does not lie so."""
-    item, (batch, row, head, number) = tensor.element_size(), tensor.stride()
-    heads_lie = number == 1 and (head == tensor.shape[3] or tensor.shape[2] == 1)
-    if not heads_lie or batch * item % _GRAIN or row * item % _GRAIN or tensor.data_ptr() % _GRAIN:
+    item = tensor.element_size()
+    lie = _lie(tensor.shape, tensor.stride(), item)
+    if lie is None or tensor.data_ptr() % _GRAIN:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         batch, row, _, _ = tensor.stride()
-    return tensor, Strides(batch * item, row * item)
+        lie = Strides(batch * item, row * item)
+    return tensor, lie
 
 
 def _table(rows: Sequence[Sequence[int]], columns: int) -> torch.Tensor:
@@ -297,6 +308,13 @@ def operands_of(route: Route, rank: int, c: int, memory: torch.Tensor) -> list[t
     return [memory.as_strided(*view) for view in views_of(route, rank)[c]]
 
 
+@functools.lru_cache(maxsize=256)
+def _shapes(route: Route, rank: int) -> list[tuple[int, int, int, int]]:
+    """The results of a rank."""
+    rows = (route.batch, route.problem.numbers[rank])
+    return [(*rows, route.all_heads(kind), kind.width) for kind in route.returned]
+
+
 def takes(route: Route) -> str:
     """The reason why copies do not carry this exchange, "" if they do; the same on all ranks."""
     problem = route.problem
@@ -318,9 +336,14 @@ def hash_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
+@functools.cache
+def _copies() -> type:
+    return torch.classes.overlap.PeerCopies
+
+
 def _begin(like: torch.Tensor, group: str, bytes_: int, steps: int, text: str):
     """A call of copy engines, csrc/binding/cuda/peer_copies_cuda.cc."""
-    return torch.classes.overlap.PeerCopies(like.device, group, bytes_, steps, hash_of(text))
+    return _copies()(like.device, group, bytes_, steps, hash_of(text))
 
 
 class PeerExchange:
@@ -380,11 +403,7 @@ class PeerExchange:
     def results(self) -> list[torch.Tensor]:
         """This rank's results of all heads, [B, T, H, D] for each kind that returns, fresh."""
         route = self.route
-        rows = (route.batch, route.problem.numbers[self.rank])
-        made = [
-            self.like.new_empty((*rows, route.all_heads(kind), kind.width))
-            for kind in route.returned
-        ]
+        made = [self.like.new_empty(shape) for shape in _shapes(route, self.rank)]
         lie = tuple([tuple([strides for _, strides in laid]) for laid in self.done])
         own, others = gathering(route, self.rank, lie)
         bases = [tensor.data_ptr() for tensor in made]

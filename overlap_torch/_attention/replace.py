@@ -103,7 +103,13 @@ def _share(group: dist.ProcessGroup, query: torch.Tensor, key: torch.Tensor, cau
 
 
 def _exchange(share: Share, query: torch.Tensor, value: torch.Tensor, group: str) -> Exchange:
-    return Exchange(share, query.shape[0], query.shape[3], value.shape[3], group)
+    sizes = (query.shape[0], query.shape[3], value.shape[3])
+    return _known_exchange(share.problem, share.rank, *sizes, group)
+
+
+@functools.lru_cache(maxsize=64)
+def _known_exchange(problem: Problem, rank: int, *others: Any) -> Exchange:
+    return Exchange(share_of(problem, rank), *others)
 
 
 @functools.lru_cache(maxsize=64)

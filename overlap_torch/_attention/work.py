@@ -227,9 +227,7 @@ def share_of(problem: Problem, rank: int) -> Share:
     )
 
 
-def work_of(
-    share: Share, pieces: tuple[Piece, ...], scale: float, per_head: tuple[torch.Tensor, ...] = ()
-) -> AttentionWork:
+def work_of(share: Share, pieces: tuple[Piece, ...], scale: float) -> AttentionWork:
     """The work of one call: of several documents, or of one piece, whose band is left out where it hides nothing."""
     queries = (pieces[0].queries[0], pieces[-1].queries[1])
     keys = (pieces[0].keys[0], pieces[-1].keys[1])
@@ -247,9 +245,8 @@ def work_of(
     window = None
     if left is not None or right not in (None, 0):
         window = (-1 if left is None else left, -1 if right is None else right)
-    return AttentionWork(
-        share.heads, share.kv_heads, queries, keys, causal, window, scale, *ends, per_head
-    )
+    heads = (share.heads, share.kv_heads)
+    return AttentionWork(*heads, queries, keys, causal, window, scale, *ends)
 
 
 def seconds(

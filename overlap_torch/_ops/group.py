@@ -94,7 +94,8 @@ def group_rank(name: str) -> int:
 @constant_in_graphs
 def place_of(name: str) -> tuple[int, int]:
     """The group's number of ranks, and this rank's."""
-    return world_size(name), group_rank(name)
+    group = process_group(name)
+    return group.size(), group.rank()
 
 
 def reaches(device: torch.device, group: str) -> bool:

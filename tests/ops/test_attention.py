@@ -15,7 +15,7 @@ import overlap_torch
 from checks import Failures
 from operands import difference, integers, poison, rank_device
 from overlap_torch import Documents
-from overlap_torch._attention import ops, work
+from overlap_torch._attention import functions, ops, work
 from peer_copies import over_peers
 
 FAR = 2.0**13  # exp(-FAR) is 0 in float64
@@ -288,7 +288,8 @@ SHIFTS = {
 
 def forget() -> None:
     work.share_of.cache_clear()
-    ops._known.cache_clear()
+    ops.known.cache_clear()
+    functions._known_attention.cache_clear()
 
 
 @pytest.mark.ranks((1, "gloo"))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 import random
+import weakref
 from unittest import mock
 
 import pytest
@@ -16,6 +19,7 @@ from captures import capture
 from checks import Failures, message_of
 from operands import difference, integers, rank_device
 from overlap_torch import AttentionKernel, Documents
+from overlap_torch._attention import functions, ops
 from overlap_torch._attention.functions import choose_parts
 from overlap_torch._attention.kernels import BUILT_IN, Form
 from overlap_torch._attention.work import Problem, parts_allowed, share_of
@@ -160,6 +164,18 @@ class Slopes(AttentionKernel):
         return pulled(grad)
 
 
+class Plain(AttentionKernel):
+    """Products and a mask, as the one that is built in."""
+
+    name = "plain"
+
+    def forward(self, q, k, v, work):
+        return BUILT_IN["masked"][0].forward(q, k, v, work)
+
+    def backward(self, *given):
+        return BUILT_IN["masked"][0].backward(*given)
+
+
 @pytest.mark.ranks((2, "gloo"), (4, "gloo"))
 def test_attention_by_callers_kernels_is_the_whole_sequences(failures: Failures) -> None:
     """Against the whole sequence, in float64; slopes' gradients are terms of a sum over the ranks."""
@@ -255,14 +271,75 @@ def test_attention_compiles_to_one_operator(failures: Failures) -> None:
 
 
 @pytest.mark.ranks((1, "gloo"))
-def test_attention_passes_gradcheck_and_refuses_second_derivatives(failures: Failures) -> None:
+def test_attention_passes_gradcheck(failures: Failures) -> None:
     for keywords in ({"kernel": "masked", "window": (1, 1)}, {"causal": True}, {"kernel": "cpu"}):
         own = operands((2, 3), (2, 3), (2, 3), tokens=3)
         right = torch.autograd.gradcheck(lambda *all: attend(*all, **keywords), own)  # noqa: B023
         failures.expect(None if right else "wrong", keywords)
-    q = operands((2, 4))[0]
-    (grad,) = torch.autograd.grad(attend(q, q, q).square().sum(), q, create_graph=True)
-    failures.raises("gradients of first order only", grad.sum().backward)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_attention_refuses_second_derivatives_and_shows_modes_its_operator(failures) -> None:
+    """A gradient depends on the inputs even where the output's gradient does not; a mode may come before backward only."""
+    for kernel in (None, Plain()):
+        for parts, power in itertools.product((1, 2), (1, 2)):
+            q = operands((2, 4))[0]
+            output = attend(q, q, q, kernel=kernel, head_parts=parts)
+            (grad,) = torch.autograd.grad(output.pow(power).sum(), q, create_graph=True)
+            said = message_of(torch.autograd.grad, grad.sum(), q)
+            right = "gradients of first order only" in said
+            failures.expect(None if right else f"said {said!r}", kernel, parts, power)
+    for parts in (1, 2):
+        q = operands((2, 4))[0]
+        output, right = (attend(q, q, q, head_parts=parts) for _ in range(2))
+        (right,) = torch.autograd.grad(right.sum(), q)
+        with FlopCounterMode(display=False) as counter:
+            (found,) = torch.autograd.grad(output.sum(), q)
+        failures.expect_equal([found], [right], parts)
+        counts = [str(op) for op in counter.get_flop_counts()["Global"]]
+        right = counts == ["overlap._context_parallel_attention_backward"]
+        failures.expect(None if right else f"counted {counts}", parts)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_attention_knows_calls_by_all_that_they_depend_on(failures: Failures) -> None:
+    """Shapes, options and groups by turns have their own results; what is known has a bound, and keeps no group that has gone."""
+    known, made = functions._known_attention, ops.known
+    groups = [dist.new_group([0, 1]), *(dist.new_group([each]) for each in (0, 1))]
+    groups = [None, groups[0], groups[1 + dist.get_rank()]]
+    cases = [
+        (operands((heads, 8), (2, 8), (2, 8), tokens=tokens), {"group": group, **keywords})
+        for group in groups
+        for heads, tokens in ((4, 4), (4, 6), (2, 4))
+        for keywords in ({"causal": True}, {"scale": 0.1}, {"causal": True, "kernel": Plain()})
+    ]
+
+    def both(own, keywords):
+        output = attend(*own, **keywords)
+        return [output.detach(), *torch.autograd.grad(output.square().sum(), own)]
+
+    right = []
+    for case in cases:
+        known.cache_clear()
+        made.cache_clear()
+        right.append(both(*case))
+    known.cache_clear()
+    for turn in range(2):
+        for at, case in enumerate(cases):
+            failures.expect_equal(both(*case), right[at], turn, at)
+    found = known.cache_info()
+    failures.expect(None if found.misses == found.hits == len(cases) else f"{found}", "turns")
+    own = [one.detach() for one in cases[0][0]]
+    for each in range(300):
+        attend(*own, scale=float(each + 1), group=groups[2])
+    for cache in (known, made):
+        found = cache.cache_info()
+        failures.expect(None if found.currsize <= 256 else f"{found}", "bound")
+    gone = weakref.ref(groups[2])
+    dist.destroy_process_group(groups[2])
+    del groups, cases, case
+    gc.collect()
+    failures.expect(None if gone() is None else "kept", "a group that has gone")
 
 
 @pytest.mark.ranks((2, "gloo"))
