@@ -1,4 +1,4 @@
-"""How much shared memory a kernel's blocks take, so that an SM holds no more of them than it is to. Knows no torch."""
+"""The shared memory to add to a kernel's blocks, so that an SM holds only a given number of them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MMA_SYNC_BYTES = 64 << 10
 
 
 def smem_pad_bytes(shared_bytes: int, ctas_per_sm: int, sm_bytes: int) -> int:
-    """Shared memory to add to each block, so that an SM has room for ``ctas_per_sm`` of them and no more, in bytes.
+    """Shared memory to add to each block, in bytes, so that an SM has room for ``ctas_per_sm`` of them and no more.
 
     Args:
         shared_bytes: the shared memory of a block without padding, static and dynamic together.
-        ctas_per_sm: blocks of the kernel that an SM is to hold, 1 to 32. Threads and registers may leave room for fewer.
+        ctas_per_sm: the number of the kernel's blocks for an SM, 1 to 32. Threads and registers may leave room for fewer.
         sm_bytes: shared memory of an SM, such as 233,472 (228 KiB) on Hopper.
 
     It is the least multiple of the 128 bytes in which the hardware gives shared memory out; other kernels have the
