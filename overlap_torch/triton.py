@@ -107,7 +107,7 @@ def wait(arrived, chunk):
             tl.atomic_or(flag, _LATE, sem="relaxed", scope="gpu")
     else:
         # One thread polls, and its answer holds for the whole program. The time differs between threads, so it goes into
-        # the # flag before the program reads the flag.
+        # the flag before the program reads the flag.
         deadline = tl.load((arrived + _DEADLINE).to(tl.pointer_type(tl.int64)))
         start = _now_ns()
         seen = tl.atomic_or(flag, 0, sem="acquire", scope="gpu")

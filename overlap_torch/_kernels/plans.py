@@ -16,7 +16,7 @@ from overlap_torch.plan.templates import make_all_to_all, row_panels
 
 _DEFAULT_CHUNKS = 4
 # NCCL's CTAs beside a kernel of unknown time: the number with which its all-reduce is nearly at full speed, and the number
-# that # fills a link.
+# that fills a link.
 _REDUCING_CTAS = 16
 _MOVING_CTAS = 8
 

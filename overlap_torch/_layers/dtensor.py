@@ -52,7 +52,7 @@ def local_parts(
     if not torch.is_grad_enabled():
         return weight._local_tensor, None if bias is None else bias._local_tensor
     if torch._C._are_functorch_transforms_active():
-        # torch.func wraps the tensors that it differentiates, and these wrappers are not DTensors. DTensors # are constants
+        # torch.func wraps the tensors that it differentiates, and these wrappers are not DTensors. DTensors are constants
         # to it.
         with temporarily_clear_interpreter_stack():
             return _apply_parts(weight, bias)

@@ -75,7 +75,7 @@ def gather_parts(part: torch.Tensor, dim: int, sizes: Sequence[int], group: str)
 
 def _own_part(whole: torch.Tensor, dim: int, size: int, world_size: int, rank: int) -> torch.Tensor:
     begin, own = shard_range(size, world_size, rank)
-    # A copy even if the part is the whole: a function that returns its input unchanged loses its backward when # compiled.
+    # A copy even if the part is the whole: a function that returns its input unchanged loses its backward when compiled.
     return whole.narrow(dim, begin, own).clone(memory_format=torch.contiguous_format)
 
 

@@ -24,7 +24,7 @@ class FirstCalls:
     """
 
     def __init__(self) -> None:
-        # Each group has calls, and problems by the kind of device. It may have the name of a group that no longer # exists.
+        # Each group has calls, and problems by the kind of device. It may have the name of a group that no longer exists.
         self._seen: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]]
         self._seen = weakref.WeakKeyDictionary()
         self._busy = False

@@ -103,7 +103,7 @@ def time_us(call: Callable[[], Any], mode: str, clock: Clock | None) -> float:
             call()
         return 1e6 * (time.perf_counter() - begin) / calls
     # The GPU spins until the host has enqueued everything, so the measured time has no host time in it. The call that
-    # brings # the ranks together on the GPU ends on all of them at once, even if their hosts are late.
+    # brings the ranks together on the GPU ends on all of them at once, even if their hosts are late.
     spin_us = min(1.5 * clock.host_us, clock.MOST_US)
     begin = time.perf_counter()
     torch.cuda._sleep(int(spin_us * clock.CYCLES_PER_US))

@@ -31,11 +31,11 @@ _FUNCTIONS: dict[Op, Callable[..., Any]] = {
     Op.GEMM_REDUCESCATTER: gemm_reducescatter,
     Op.ALLGATHER_GEMM: allgather_gemm,
 }
-# A plan replaces the sequence if it needs less than this share of the sequence's time. A plan's medians differ # by as much
+# A plan replaces the sequence if it needs less than this share of the sequence's time. A plan's medians differ by as much
 # from one time to the next, on CPU by more.
 _SHARE = {"cuda": 0.98, "cpu": 0.9}
 # The second look lasts this long, because disturbances of brief calls come and go. Its turns are between these multiples of
-# # the first look's.
+# the first look's.
 _LOOK_US, _LEAST_LONGER, _MOST_LONGER = 2e5, 2, 40
 _APART_S = 1.0  # least time between the second look and a last one
 

@@ -62,7 +62,7 @@ class ParallelLinear(CutParameters):
         self._names: list[tuple[str, str]] = [("weight", "bias")]
         if self._several:
             self._names = [(f"weights.{i}", f"biases.{i}") for i in range(len(out_features))]
-        # For each weight: this rank's part of the cut dim, and how much smaller that is than the # largest part.
+        # For each weight: this rank's part of the cut dim, and how much smaller that is than the largest part.
         self._local_features: list[int] = []
         self._paddings: list[int] = []
         for name, _ in self._names:

@@ -25,7 +25,7 @@ __all__ = [
     "to_json",
 ]
 
-# The version of the fields (csrc/plan/plan_fields.h): a release with other fields has another version. A # plan's program
+# The version of the fields (csrc/plan/plan_fields.h): a release with other fields has another version. A plan's program
 # has its own version, and is left out if there is none.
 _VERSION = 1
 _PROGRAM_VERSION = 1
