@@ -21,8 +21,9 @@ class Chunk:
 
     Attributes:
         index: the chunk's number, from 0.
-        ready_us: when its last tile was finished, or, where the input is gathered, when its rows could be used.
-        begin_us: when its communication began. Communication by the GEMM itself, tile by tile, over peers, begins with the GEMM.
+        ready_us: when its last tile was finished; if the input is gathered, when its rows could be used.
+        begin_us: when its communication began. Communication by the GEMM itself, tile by tile over peers, begins with the
+            GEMM.
         end_us: when its communication had ended.
     """
 
@@ -66,10 +67,10 @@ class Call:
 
     @property
     def hidden_fraction(self) -> float:
-        """The share of the communication's time that lies before the GEMM's end; 0 without communication.
+        """The share of the communication's time before the GEMM's end; 0 without communication.
 
-        A gather that is waited for before the GEMM, as the sequence's is, counts as well: :func:`overlap_torch.report`
-        says which calls ran as the sequence.
+        A gather before the GEMM, as in the sequence, counts as hidden, too: :func:`overlap_torch.report` says which calls
+        ran as the sequence.
         """
         total = sum(chunk.end_us - chunk.begin_us for chunk in self.chunks)
         hidden = sum(
@@ -87,8 +88,8 @@ def calls_of(rows: torch.Tensor, columns: Sequence[Mapping[str, str]]) -> list[C
     """The calls that ``torch.ops.overlap._trace_stop`` returns, by device in the order of their starts.
 
     ``rows`` is float64 [rows, 5]: call, chunk, ready_us, begin_us, end_us, times from the call's start. The row with chunk
-    -1 says when the GEMM had ended (ready_us) and the op (end_us), and when the call started (begin_us), from some instant
-    of the device's own. ``columns[call]`` says what was called.
+    -1 says when the GEMM had ended (ready_us) and the op (end_us), and when the call started (begin_us), from an arbitrary
+    instant of the device. ``columns[call]`` describes the call.
     """
     chunks: dict[int, list[Chunk]] = {}
     ends: dict[int, tuple[float, float, float]] = {}
@@ -218,7 +219,7 @@ def _rows(name: str, calls: Sequence[Call], first_us: float) -> tuple[Row, Row]:
 
 
 def hidden_fraction(calls: Iterable[Call]) -> float:
-    """The share of all these calls' communication time that lies before their GEMMs' ends; 0 without communication."""
+    """The share of all these calls' communication time before their GEMMs' ends; 0 without communication."""
     total = hidden = 0.0
     for call in calls:
         communication = sum(chunk.end_us - chunk.begin_us for chunk in call.chunks)
