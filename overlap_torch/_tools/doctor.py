@@ -1,4 +1,4 @@
-"""``python -m overlap_torch doctor``: what was found, which fast paths are on, why others are off."""
+"""``python -m overlap_torch doctor``: what this machine and build have, which fast paths are on, and why others are off."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_PEERS = 8  # ranks that map each other's memory
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable: its type, what holds while it is unset, and what it does."""
+    """An environment variable: its type, its default, and its effect."""
 
     name: str
     type: str
@@ -121,7 +121,7 @@ class Findings:
     gloo: bool = True
     eager: bool = True  # this Python's module is built
     peers: dict[tuple[int, int], bool] = field(default_factory=dict)
-    why_no_peers: str = ""  # the setting that forbids what they could
+    why_no_peers: str = ""  # the setting that turns peer memory off
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def parse_build_info(text: str) -> dict[str, str]:
 
 
 def fast_paths(found: Findings) -> list[FastPath]:
-    """Each path of the ops with its state; pure, so that any machine can be asked about."""
+    """Each path of the ops with its state. A pure function, so it answers for any machine."""
     gloo = "tiles computed in plan order, chunks sent meanwhile through the process group"
     eager = "where no mode, compiler or transform sees it, straight into the op"
     if not found.eager:
@@ -151,7 +151,7 @@ def fast_paths(found: Findings) -> list[FastPath]:
         FastPath("CPU, overlapped", found.gloo, gloo if found.gloo else "torch has no gloo"),
     ]
 
-    no_kernels = ""  # what stands against all kernels
+    no_kernels = ""  # the reason against all kernels
     if found.cuda is None:
         no_kernels = f"built without CUDA: {found.why_no_cuda or 'no record of the reason'}"
     elif not found.gpus:
@@ -209,7 +209,7 @@ def fast_paths(found: Findings) -> list[FastPath]:
 
 
 def links_of(topology: str) -> dict[tuple[int, int], str]:
-    """``nvidia-smi topo -m`` as {(0, 1): "NV18", ...}; empty if there is no such table in it."""
+    """The output of ``nvidia-smi topo -m`` as {(0, 1): "NV18", ...}; empty if it has no such table."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)
     rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s", line)]
     rows = [row for row in rows if "X" in row]  # not the heading
@@ -232,7 +232,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def _nccl_libraries() -> list[str]:
-    """The NCCL libraries that this process has loaded: there must be no second one."""
+    """The NCCL libraries that this process has loaded; there must be only one."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -245,7 +245,7 @@ def _record() -> dict[str, str | None]:
 
 
 def find() -> Findings:
-    """Looks at this process's torch, GPUs and build."""
+    """Collects the facts about this process's torch, GPUs and build."""
     info = parse_build_info(torch.ops.overlap.build_info())
     with_cuda = info["cuda"] != "none"
     why_no_gpu = "no driver or no GPU"
@@ -287,7 +287,7 @@ def find() -> Findings:
 
 
 def _environment() -> Mapping[str, str]:
-    """The ops' reading of their variables; ``{"error": message}`` if one of them has no meaning."""
+    """The values that the ops read from their variables; ``{"error": message}`` if a value has no meaning."""
     try:
         return torch.ops.overlap.environment()
     except ValueError as error:
@@ -295,8 +295,8 @@ def _environment() -> Mapping[str, str]:
 
 
 def _profile() -> Profile:
-    """The profile that OVERLAP_PROFILE names; the shipped one if that is an error, which the
-    environment's lines tell.
+    """The profile that OVERLAP_PROFILE names. If it cannot be read, the shipped one; the environment's lines show the
+    error.
     """
     now = _environment()
     if "error" in now:
@@ -305,7 +305,7 @@ def _profile() -> Profile:
 
 
 def profile_lines(profile: Profile, gpus: Sequence[str]) -> list[str]:
-    """The profile that plans are made by, and what it lacks; pure, as :func:`fast_paths`."""
+    """The planner's profile, and the fields that it lacks. A pure function, as :func:`fast_paths`."""
     by = f"by {profile.made_by}" if profile.made_by else ""
     made = ", ".join(filter(None, (by, profile.made_at)))
     lines = [

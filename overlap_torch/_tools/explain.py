@@ -1,4 +1,4 @@
-"""``python -m overlap_torch explain``: what a plan does and why it was taken, in words and as a picture."""
+"""``python -m overlap_torch explain``: what a plan does and why it was chosen, in words and as a picture."""
 
 from __future__ import annotations
 
