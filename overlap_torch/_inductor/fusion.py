@@ -109,7 +109,7 @@ def _fuse_gathers(
         row["op"], row["gemms"], row["note"] = op, fused.gemms, shared
         row["why"], row["missed"] = "", False
     for row in scales:
-        row["note"] = f"the scales of what {rows[0]['node']} gathers, by the same op"
+        row["note"] = f"the scales of the gather {rows[0]['node']}, by the same op"
 
 
 def _check_group(row: FusionRow, settings: Settings) -> None:

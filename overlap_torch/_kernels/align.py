@@ -43,7 +43,7 @@ class Alignment:
 
 
 def by_hand(input: str | None) -> str:
-    """The lines that a person writes in place of the pass, for messages."""
+    """The lines that a person would write instead of the pass, for messages."""
     last = "ot.signal(counters, tl.load(tile_chunk + tile))   # after the tile's last store"
     if input is not None:
         last = (
@@ -275,7 +275,7 @@ class _Pass:
             return None
         for call in self._numbers():
             if self._axis(call):
-                self._refuse(call, "a loop over tiles beside another axis of the grid")
+                self._refuse(call, "there is a loop over tiles, and the grid has another axis")
         if fors:
             self._for(fors[0], raw)
             return fors[0]
@@ -393,7 +393,7 @@ class _Pass:
         documented = scope is self.tree and ast.get_docstring(scope) is not None
         first = scope.body[1 if documented and len(scope.body) > 1 else 0]
         if first.lineno == scope.lineno:
-            self._refuse(first, "the body stands on the line of its loop")
+            self._refuse(first, "the loop's body is on the loop's own line")
         self.edits.line_before(first, text)
 
     def _last(self, scope: ast.FunctionDef | ast.For | ast.While, followed: Followed) -> ast.stmt:

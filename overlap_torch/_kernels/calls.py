@@ -173,8 +173,8 @@ def _produce_request(
         )
     if not signals and (to_all or (chunks, plan, kernel_us) != (None, None, None)):
         raise ValueError(
-            f"{what}: signals is False, allowed is that of all_reduce and reduce_scatter without chunks, plan and kernel_us, "
-            "which a kernel that does not signal cannot have: leave them out, or let the kernel signal"
+            f"{what}: signals is False, allowed is that for all_reduce and reduce_scatter, without chunks, plan and kernel_us: "
+            "leave these out, or let the kernel signal"
         )
     problem = Problem(0 if to_all else rows, columns, 1, dtype, world, op)
     return Request(

@@ -56,7 +56,7 @@ class Source:
             lines, first = inspect.getsourcelines(function)
         except OSError:
             raise ValueError(
-                f"overlap_torch.triton.aligned: the source of {function.__name__} is not to be had; write the kernel in a file"
+                f"overlap_torch.triton.aligned: the source of {function.__name__} is not available; write the kernel in a file"
             ) from None
         begin = ast.parse(textwrap.dedent("".join(lines))).body[0].lineno - 1
         closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)

@@ -43,7 +43,7 @@ class KernelResources:
         if pads and self.comm_sms:
             raise ValueError(
                 f'comm_sms is {self.comm_sms}, allowed is 0 with by="padding", which leaves a part of every SM: take '
-                'by="grid" or "green_context" to set SMs apart'
+                'by="grid" or "green_context" to reserve SMs'
             )
 
     def programs(self, sm_count: int) -> int:

@@ -83,12 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo with these command line arguments; returns the exit status: 1 if a check failed."""
     parser = argparse.ArgumentParser(
         prog="python -m overlap_torch demo",
-        description="Runs an op on all GPUs with NCCL, or on two CPU ranks with gloo: checks it against its sequence (a GEMM "
-        "and a collective, one after the other), times both, and writes timeline.png, both of them, and trace.json.",
+        description="Runs an op on all GPUs with NCCL, or on two CPU ranks with gloo. Checks it against its sequence (a GEMM "
+        "and a collective, one after the other), times both, draws both in timeline.png, and writes trace.json.",
     )
     parser.add_argument("--op", choices=list(_COLLECTIVES), default="gemm_allreduce")
     for name, meaning in (
-        ("m", "rows of the whole GEMM; of gemm_alltoall, of each rank's input"),
+        ("m", "rows of the whole GEMM; for gemm_alltoall, rows of each rank's input"),
         ("n", "columns of the output"),
         ("k", "inner dimension on each rank"),
     ):

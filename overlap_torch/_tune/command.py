@@ -47,20 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Tunes or records, with these command line arguments; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m overlap_torch tune",
-        description="Measures plans for problems on all GPUs, or on two CPU ranks, and remembers the times in "
-        "$OVERLAP_CACHE or the user's cache folder. overlap_torch.tune() in a program takes them from there, and so does "
-        "OVERLAP_TUNE=1. The command starts the ranks itself, or joins the ranks that torchrun started.",
+        description="Measures plans for problems on all GPUs, or on two CPU ranks, and keeps the times in "
+        "$OVERLAP_CACHE or the user's cache folder. overlap_torch.tune() and OVERLAP_TUNE=1 in a program read them from "
+        "there. The command starts the ranks itself, or joins the ranks that torchrun started.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--shapes",
-        help="comma-separated MxNxK: M the rows of the whole GEMM, N its columns, K one rank's",
+        help="comma-separated MxNxK: M the whole GEMM's rows, N its columns, K one rank's part",
     )
-    what.add_argument("--recorded", metavar="FILE", help="the problems that --record wrote down")
+    what.add_argument("--recorded", metavar="FILE", help="tunes the problems in a file of --record")
     what.add_argument(
         "--record",
         metavar="FILE",
-        help="runs a program and writes down what it calls: torchrun ... -m overlap_torch tune --record FILE train.py ...",
+        help="runs a program and records its problems: torchrun ... -m overlap_torch tune --record FILE train.py ...",
     )
     parser.add_argument("--op", default=OPS[0], help=f"comma-separated: {', '.join(OPS)}, all")
     parser.add_argument(
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--repeats",
         type=int,
         default=10,
-        help="turns, in each of which all plans run (default: 10)",
+        help="turns; all plans run in each turn (default: 10)",
     )
     parser.add_argument("--no-cache", action="store_true", help="measure everything, save nothing")
     parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")

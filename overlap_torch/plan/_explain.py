@@ -221,7 +221,7 @@ def _why(
     others: Sequence[tuple[Plan, float]],
 ) -> str:
     if sequence_us is None:
-        return "the one way that the planner has: rows differ by rank, so each rank decides how it computes its own"
+        return "the planner's only plan: rows differ by rank, so each rank decides how it computes its own"
     sequence = f"{sequence_us:.1f} us"
     chosen = _plan.make_plan(plan.problem, machine)
     count = f"{len(others) + 1} candidates"
@@ -235,7 +235,7 @@ def _why(
         best, us = others[0]
         share, margin = _plan.needed_gain(best, machine)
         return (
-            f"of {count} the sequence: the next best, {short(best)}, is expected to take {us:.1f} us, and would have to "
+            f"the sequence, out of {count}: the next best, {short(best)}, is expected to take {us:.1f} us, but would have to "
             f"take less than {share * sequence_us - margin:.1f}"
         )
     why = f"the best of {count}: {sequence_us / expected_us:.2f}x the sequence, {sequence}"

@@ -184,7 +184,7 @@ def check_memory(plan: Plan, total_bytes: int) -> None:
         if held > total_bytes:
             raise ValueError(
                 f"program needs {held} bytes on rank {rank} beside operands and results, the device has {total_bytes}: take fewer "
-                "rows of scratch, or use them again, and smaller areas, as what is added lands in memory of the call first"
+                "rows of scratch, or reuse them, and smaller areas, because added data first arrives in memory of the call"
             )
 
 

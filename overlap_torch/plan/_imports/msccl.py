@@ -176,5 +176,5 @@ class _Steps:
                 )
                 raise self.file.refuse(
                     nodes[longer[min(len(sends), len(receives))][0]],
-                    f"rank {rank} {verb} nothing for it on channel {key[2]}: it would wait for ever",
+                    f"rank {rank} {verb} nothing for it on channel {key[2]}: the wait would never end",
                 )

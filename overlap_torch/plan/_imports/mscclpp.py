@@ -127,7 +127,7 @@ class _Operations:
             if number > len(counts) or spare < 0:
                 raise self.file.refuse(
                     nodes[node],
-                    f"waits for signal {number}, and {len(counts)} are given for {len(waits)} waits: it would wait for ever",
+                    f"waits for signal {number}, and {len(counts)} are given for {len(waits)} waits: the wait would never end",
                 )
             if number > 0 and len(blocks) > 1 and number < len(counts):
                 raise self.file.refuse(
@@ -149,7 +149,7 @@ class _Operations:
             raise self.file.refuse(
                 nodes[arrivals[0][1]],
                 f"barrier {number} of rank {rank} is for {expected} thread blocks, and {len(by_block)} come to it, "
-                f"{'as often' if len(lengths) == 1 else 'not as often'}: they would wait for ever",
+                f"{'as often' if len(lengths) == 1 else 'not as often'}: they would wait without end",
             )
         for together in zip(*by_block.values(), strict=True):
             arrived = [one for node in together for one in nodes[node].before]
@@ -170,7 +170,7 @@ class _Operations:
                     if not found:
                         raise self.file.refuse(
                             self.file.nodes[node],
-                            f"reads packets of chunk {unit} of buffer s, which nobody writes: it would wait for ever",
+                            f"reads packets of chunk {unit} of buffer s, which nobody writes: the wait would never end",
                         )
                     self.file.nodes[node].before += found
 
