@@ -140,8 +140,8 @@ def parse_build_info(text: str) -> dict[str, str]:
 
 def fast_paths(found: Findings) -> list[FastPath]:
     """Each path of the ops with its state. A pure function, so it answers for any machine."""
-    gloo = "tiles computed in plan order, chunks sent meanwhile through the process group"
-    eager = "where no mode, compiler or transform sees it, straight into the op"
+    gloo = "computes tiles in plan order; the process group sends chunks meanwhile"
+    eager = "straight into the op, unless a mode, compiler or transform sees the call"
     if not found.eager:
         eager = (
             "_eager is not built for this Python, calls go through torch.ops: build again with it"
@@ -187,7 +187,9 @@ def fast_paths(found: Findings) -> list[FastPath]:
         reason = f"NCCL {version} has none; 2.27 or newer is needed"
     if not reason and not all(found.peers.values()):
         reason = "not every GPU reaches every other's memory"
-    detail = reason or "buffers registered, so that NCCL takes fewer SMs where the plan says so"
+    detail = (
+        reason or "registered buffers, with which NCCL takes fewer SMs if the plan asks for them"
+    )
     paths.append(FastPath("NCCL symmetric windows", not reason, detail))
 
     reason = no_kernels
@@ -201,9 +203,7 @@ def fast_paths(found: Findings) -> list[FastPath]:
         reason = "not every GPU reaches every other's memory: NCCL communicates"
     if not reason and found.why_no_peers:
         reason = f"{found.why_no_peers} is set: NCCL communicates"
-    detail = (
-        reason or "partial sums stored into peers' memory by the GEMM, rows copied by copy engines"
-    )
+    detail = reason or "the GEMM stores partial sums into peers' memory, copy engines copy rows"
     paths.append(FastPath("Peer memory", not reason, detail))
     return paths
 
@@ -332,7 +332,7 @@ def profile_lines(profile: Profile, gpus: Sequence[str]) -> list[str]:
     others = sorted({gpu for gpu in gpus if gpu != profile.gpu})
     if profile.gpu and others:
         lines.append(
-            f"WARNING: it is of {profile.gpu}; times on {', '.join(others)} are guessed by it"
+            f"WARNING: the profile is for {profile.gpu}; it only guesses times on {', '.join(others)}"
         )
     return lines
 
@@ -423,11 +423,11 @@ def report() -> str:
         "Build": _build_lines(),
         "GPUs": _gpu_lines(found),
         "Links": _link_lines(found),
-        "Profile (what work is expected to take)": profile_lines(
+        "Profile (the planner's times and rates)": profile_lines(
             _profile(), [gpu.name for gpu in found.gpus]
         ),
-        "Fast paths (what none of them takes runs the unfused composition)": paths,
-        "Stand-ins": replace.lines(),
+        "Fast paths (all other calls run the unfused composition)": paths,
+        "Replacements of PyTorch's ops": replace.lines(),
         "Environment": _environment_lines(),
     }
     return "\n\n".join(
