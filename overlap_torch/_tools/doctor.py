@@ -193,18 +193,18 @@ def fast_paths(found: Findings) -> list[FastPath]:
     paths.append(FastPath("NCCL symmetric windows", not reason, detail))
 
     reason = no_kernels
-    if not reason and not (
-        "sm_90a" in found.archs and any(g.capability == (9, 0) for g in found.gpus)
-    ):
-        reason = "the Hopper GEMM, which adds and stores partial sums, does not run here"
+    if not reason and not usable:
+        reason = "no GEMM kernel that signals runs here"
     if not reason and not 2 <= len(found.gpus) <= _MAX_PEERS:
         reason = f"{len(found.gpus)} GPUs, it is for 2 to {_MAX_PEERS} of one host"
     if not reason and not all(found.peers.values()):
         reason = "not every GPU reaches every other's memory: NCCL communicates"
     if not reason and found.why_no_peers:
         reason = f"{found.why_no_peers} is set: NCCL communicates"
-    detail = reason or "the GEMM stores partial sums into peers' memory, copy engines copy rows"
-    paths.append(FastPath("Peer memory", not reason, detail))
+    stores = "the GEMM stores partial sums into peers' memory, copy engines copy rows"
+    if not ("sm_90a" in found.archs and any(gpu.capability == (9, 0) for gpu in found.gpus)):
+        stores = "copies and kernels beside the GEMM; only Hopper's GEMM stores partial sums itself"
+    paths.append(FastPath("Peer memory", not reason, reason or stores))
     return paths
 
 
