@@ -187,7 +187,7 @@ def _baselines(text: str, ops: tuple[str, ...], on_cpu: bool) -> tuple[str, ...]
 
 
 def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
-    """Reads the command line. Ends the process with status 2 where it is bad."""
+    """Reads the command line. Ends the process with status 2 if it is bad."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -242,7 +242,7 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if args.slow_link:
-        # Peers' memory is not behind that link.
+        # Peers' memory does not use that link.
         os.environ.update(NCCL_P2P_DISABLE="1", OVERLAP_PEERS="0")
     if options.baselines:
         pytorch_ops.prepare_environment()
@@ -256,7 +256,7 @@ def _replaces_symm_mem(asked: bool, baselines: str) -> bool:
 
 
 def _scales(scales: str | None, dtype: str | None, ops: Sequence[str]) -> str | None:
-    """Raises ValueError unless fp8 operands have scales, and others none."""
+    """Raises ValueError unless fp8 operands have scales and other operands have none."""
     fp8 = dtype is not None and dtype.startswith("float8")
     if fp8 != (scales is not None):
         raise ValueError(
