@@ -1,6 +1,6 @@
 """Attention of a cut sequence beside its parts one after the other: Ulysses, a gather, and PyTorch's ring; and the attention alone.
 
-``--ours`` names how ours goes: ``chosen``; ``nccl``; or PxC, head parts P in C chunks over peers.
+``--ours`` names this op's variants: ``chosen``; ``nccl``; or PxC, head parts P in C chunks over peers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MODELS = {
 
 
 class _Exchange(torch.autograd.Function):
-    """[T, H, D] to [S, H / P, D], and back where it goes home, with the transposing copies of a plain all-to-all."""
+    """[T, H, D] to [S, H / P, D], or back, with the transposing copies of a plain all-to-all."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, home: bool) -> torch.Tensor:
@@ -99,7 +99,7 @@ def _gathered(q, k, v, causal: bool) -> torch.Tensor:
 
 
 def _ring(q, k, v, causal: bool, mesh) -> torch.Tensor:
-    """PyTorch's ring by cuDNN; load balanced, so of tokens in a zigzag, where causal."""
+    """PyTorch's ring by cuDNN; if causal, load balanced, so with tokens in a zigzag."""
     module = context_parallel_module()
     module._cp_options.enable_load_balance = causal
     k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))

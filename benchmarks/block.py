@@ -29,7 +29,7 @@ MODES = ("call", "row")  # a training step is no graph
 MAX_ERROR_RATIO = (
     1.25  # as below: the error of a norm's gradient, a few thousand sums, is itself noisy
 )
-# And of a small block few numbers are compared, whose roundings are chance: of N numbers this by the root of N more.
+# A small block has few numbers, and their roundings are chance: N numbers may differ by this divided by the root of N more.
 _CHANCE = 8.0
 _BOUND_REPEATS = 5
 
@@ -57,7 +57,7 @@ def by_sequence() -> Linears:
 
 
 def without_communication(full: torch.Tensor, shard: torch.Tensor) -> Linears:
-    """The GEMMs alone: what they would communicate is `full`, all tokens, or `shard`, one rank's."""
+    """The GEMMs alone: `full` (all tokens) or `shard` (one rank's) replaces what they would communicate."""
     return Linears(
         gathering=lambda x, weight: F.linear(_StandIn.apply(x, full, shard), weight),
         scattering=lambda x, weight: _StandIn.apply(F.linear(x, weight), shard, full),
@@ -65,7 +65,7 @@ def without_communication(full: torch.Tensor, shard: torch.Tensor) -> Linears:
 
 
 class _StandIn(torch.autograd.Function):
-    """Takes `output` for the collective's output and `grad` for its gradient's, whatever comes in."""
+    """Returns `output` as the collective's output and `grad` as its gradient, for any input."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, output: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class _StandIn(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of one rank; all but the output's gradient get gradients."""
+    """The operands of one rank; all except the output's gradient get gradients."""
 
     x: torch.Tensor  # [tokens / world, hidden]
     attention_norm: torch.Tensor  # [hidden]
@@ -173,7 +173,7 @@ def forward(block: Block, operands: Operands, linears: Linears) -> torch.Tensor:
 
 
 def _local_features(block: Block) -> list[int]:
-    """How many of q, k and v a rank has."""
+    """The numbers of features of q, k and v on a rank."""
     return [
         count // dist.get_world_size() * block.head_dim
         for count in (block.heads, block.kv_heads, block.kv_heads)
@@ -210,7 +210,7 @@ def styled_step(
 def styled_results(
     block: Block, operands: Operands, styles: styled.Styles
 ) -> tuple[torch.Tensor, ...]:
-    """As `step` returns them."""
+    """The results in the form of `step`."""
     output, x, *grads = styled_step(operands.styled(block, styles), operands.x, operands.grad)
     norm, mlp_norm, q, k, v, out, gate, up, down = (
         grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads
@@ -221,7 +221,7 @@ def styled_results(
 def right(block: Block, operands: Operands, variants: Sequence[styled.Styles]) -> list[bool]:
     """For each of these styles: True if its step's RMS errors are hardly larger than the sequence's. Collective.
 
-    They are held to the sequence in float32, that of float32 operands to float64; each is the largest over the ranks.
+    The reference is the sequence in float32, for float32 operands in float64; each error is the largest over the ranks.
     """
     exact_dtype = torch.float32 if operands.x.dtype.itemsize == 2 else torch.float64
     exact = step(block, operands.to(exact_dtype), by_sequence())
@@ -278,7 +278,7 @@ def run(
 
 
 def _every_turn(compute: Callable[..., object], *arguments: object) -> measure.Variant:
-    """The same in each turn; what it returns is let go."""
+    """A variant that does the same in each turn and drops its results."""
 
     def run_turn(turn: int) -> None:
         compute(*arguments)

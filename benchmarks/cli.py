@@ -23,7 +23,7 @@ DTYPES = {
     "float8_e4m3fn": "float8_e4m3fn",
     "float8_e5m2": "float8_e5m2",
 }
-ALL = (*computations.OPS, "block")  # what "all" stands for; gemm is no op beside a sequence
+ALL = (*computations.OPS, "block")  # the ops of "all"; gemm has no sequence
 OPS = (*ALL, "gemm")
 BASELINES = ("pytorch",)
 
@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m overlap_torch bench",
         description="Times each op against its sequence (torch.mm and a collective of torch.distributed), or a "
-        "transformer block of the ops against one of the sequences. Results are checked first; then all variants take turns in "
+        "transformer block with the ops against one with sequences. Checks results first; then all variants take turns in "
         "one run. Each time is the slowest rank's. The command starts the ranks itself, or joins the ranks that torchrun started.",
     )
     add = parser.add_argument
@@ -44,8 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--shapes",
-        help=f"comma-separated: {', '.join(shapes.GROUPS)} (groups of suite.json), or MxNxK, M the rows of the whole "
-        "GEMM, K one rank's (default: m_train; on CPU 1024x1024x1024)",
+        help=f"comma-separated: {', '.join(shapes.GROUPS)} (groups of suite.json), or MxNxK, M the whole GEMM's rows, "
+        "K one rank's part (default: m_train; on CPU 1024x1024x1024)",
     )
     add(
         "--blocks",
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--replace-symm-mem",
         action="store_true",
-        help="the baselines' fused ops run the stand-ins of overlap_torch.replace_symm_mem()",
+        help="the baselines' fused ops run the replacements of overlap_torch.replace_symm_mem()",
     )
     add_options(parser, world="all GPUs, or 2 on CPU; for only gemm 1")
     add(
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--timeline",
         action="store_true",
-        help="trace some calls of each shape and say where the time goes: the GEMM by itself, SMs given up, waiting, the tail "
+        help="trace some calls of each shape and say where the time goes: the GEMM alone, SMs given up, waiting, the tail "
         f"(for {', '.join(plans.OPS)}; not in a sweep)",
     )
     add("--no-check", action="store_true", help="do not compare with the sequence's results first")
@@ -184,7 +184,7 @@ def _baselines(text: str, ops: tuple[str, ...], on_cpu: bool) -> tuple[str, ...]
 
 
 def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
-    """Reads the command line. Ends the process with status 2 where it is bad."""
+    """Reads the command line. Ends the process with status 2 if it is bad."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -239,7 +239,7 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if args.slow_link:
-        # Peers' memory is not behind that link.
+        # Peers' memory does not use that link.
         os.environ.update(NCCL_P2P_DISABLE="1", OVERLAP_PEERS="0")
     if options.baselines:
         pytorch_ops.prepare_environment()
@@ -253,7 +253,7 @@ def _replaces_symm_mem(asked: bool, baselines: str) -> bool:
 
 
 def _scales(scales: str | None, dtype: str | None, ops: Sequence[str]) -> str | None:
-    """Raises ValueError unless fp8 operands have scales, and others none."""
+    """Raises ValueError unless fp8 operands have scales and other operands have none."""
     fp8 = dtype is not None and dtype.startswith("float8")
     if fp8 != (scales is not None):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Each op beside its sequence on one problem: a GEMM and a collective of torch.distributed, one after the other.
 
-A computation takes one set of operands, input and weight, and returns its results as a tuple, so that the same
-functions are compared on integers first and timed on normal operands then.
+A computation takes one set of operands, input and weight, and returns its results as a tuple. The same functions are first
+compared on integers and then timed on normal operands.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class Sides:
         if scaling is not None:
             self._keywords |= scaling.keywords
             self._keywords |= {"shared_scale_input": scaling.shared} if self._gathers else {}
-        # A caller with equal counts does not name them, and takes NCCL's faster way.
+        # A caller with equal counts does not pass them, and gets NCCL's faster path.
         equal = len(set(self._send)) <= 1
         self._splits = () if equal else (self._receive, self._send)
         rows = {"gemm_reducescatter": m // world, "gemm_alltoall": sum(self._receive)}
         self._output_rows = rows.get(case.op, m)
-        # Zeros stay finite however often they are summed up.
+        # Zeros stay finite in any number of sums.
         if self._gathers:
             moved = dtype if scaling is None else torch.uint8
             self._message = torch.zeros(self.input_rows, k, dtype=moved, device=device)
@@ -107,7 +107,7 @@ class Sides:
         return operands if self._scaling is None else self._scaling.cast(*operands, self._dtype)
 
     def integer_operands(self) -> Results:
-        """Operands of which no sum rounds; scales are one."""
+        """Operands without rounding in any sum; scales are one."""
         dtype = self._dtype if self._scaling is None else torch.bfloat16
         sizes = (self.input_rows, self._shape.n, self._shape.k)
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -134,14 +134,14 @@ class Sides:
         return (result[0], _bytes(result[1])) if self._gathers else (result,)
 
     def gemm(self, input: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> Results:
-        """The sequence's by itself, of all ranks' rows where these are gathered: the same ones each time."""
+        """The sequence's GEMM alone; if rows are gathered, on all ranks' rows, the same each time."""
         if self._gathers and not self._gathered:
             self._gathered = self._gather(input, scales)
         input, *scales = self._gathered or (input, *scales)
         return (self._product(input, weight, *scales),)
 
     def collective(self) -> None:
-        """The sequence's by itself."""
+        """The sequence's collective alone."""
         if self._gathers:
             dist.all_gather_into_tensor(self._received, self._message)
         elif self._op == "gemm_allreduce":
@@ -161,7 +161,7 @@ class Sides:
             dist.all_to_all_single(received, message, *self._splits)
 
     def _gather(self, input: torch.Tensor, scales: Sequence[torch.Tensor]) -> Results:
-        """All ranks' rows, and scales; one scale of all rows is every rank's, and does not travel."""
+        """All ranks' rows, and scales; a single scale is the same on every rank, and does not travel."""
 
         def whole(own: torch.Tensor) -> torch.Tensor:
             gathered = own.new_empty(dist.get_world_size() * own.shape[0], own.shape[1])
@@ -174,7 +174,7 @@ class Sides:
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    """The same memory, as bytes where it holds fp8, which collectives and comparisons do not know."""
+    """The same memory, as bytes if it holds fp8, because collectives and comparisons do not take fp8."""
     return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
 
 
@@ -230,7 +230,7 @@ class Computations:
         return self._exact([self._sides.op])[0]
 
     def exact_baselines(self) -> dict[str, bool]:
-        """The same of the baselines."""
+        """As `exact_op`, for the baselines."""
         return dict(zip(self.baselines, self._exact(list(self.baselines.values())), strict=True))
 
     def _exact(self, computations: list[Computation]) -> list[bool]:

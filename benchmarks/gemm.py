@@ -1,6 +1,6 @@
-"""The signalling GEMM alone beside the framework's: what its counters and its tile order cost, without any communication.
+"""The signalling GEMM beside the framework's: the cost of its counters and tile order, without any communication.
 
-Beside torch.mm, or in fp8 torch._scaled_mm with the same scales and fast accumulation, which the kernels have.
+The framework's is torch.mm, or for fp8 torch._scaled_mm with the same scales and fast accumulation, as in the kernels.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def default_plans(problem: Problem, machine: plan_api.Machine) -> list[Plan]:
 
 
 def given_plans(text: str | None, problem: Problem) -> list[Plan]:
-    """gemm_allreduce's plans in JSON, of whatever number of ranks, for the problem's M, N, K and dtype."""
+    """The plans of gemm_allreduce in JSON, for any number of ranks, with the problem's M, N, K and dtype."""
     chosen = []
     for plan in plans.parse(text) if text else []:
         own = plan.problem
@@ -159,7 +159,7 @@ def exact(plan: Plan, dtype: torch.dtype, device: torch.device, scales: str | No
 
 
 def output_of(plan: Plan, buffer: torch.Tensor) -> torch.Tensor:
-    """The output [M, N] that lies in a plan's buffer, packed or row-major."""
+    """The output [M, N] from a plan's buffer, packed or row-major."""
     m, n = plan.problem.m, plan.problem.n
     if plan.layout == Layout.ROW_MAJOR:
         return buffer.flatten()[: m * n].view(m, n)

@@ -23,8 +23,8 @@ class Losses:
     """One call of an op on the slowest rank, in parts that add up; medians over calls, in microseconds."""
 
     gemm_us: float  # the sequence's GEMM, alone
-    fewer_sms_us: float  # what a GEMM takes more on the SMs that the plan leaves it: their share, not measured
-    waiting_us: float  # the rest until the last tile: starts, waits for peers, memory and power that are shared
+    fewer_sms_us: float  # the GEMM's extra time on the SMs that the plan leaves it: by their share, not measured
+    waiting_us: float  # the rest until the last tile: starts, waits for peers, memory and power
     tail_us: float  # from the GEMM's end to the op's
     hidden: float  # share of the communication's time before the GEMM's end
 
@@ -57,7 +57,7 @@ def sms_left(plan: Plan, device: torch.device) -> float:
 
 
 def record(op: Variant, plan: Plan, gemm_us: float, device: torch.device) -> Losses | None:
-    """Traces calls, each behind a meeting of all ranks. None where the op runs no plan. Collective."""
+    """Traces calls, each after a meeting of all ranks. None if the op runs no plan. Collective."""
     token = torch.zeros(1, device=device)
     with trace() as traced:
         for turn in range(1 + CALLS):

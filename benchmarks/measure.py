@@ -1,8 +1,8 @@
 """Timing: variants of one computation in turns, each repetition as long as its slowest rank.
 
-call   one call behind a barrier of all ranks, in flushed caches; on GPUs of one host they leave it at one moment
-row    ten calls in a row, queued behind another GEMM, as a training step does it; time / 10
-graph  ten calls in one CUDA graph, replayed, as serving does it; time / 10
+call   one call after a barrier of all ranks, in flushed caches; ranks on GPUs of one host leave it at one moment
+row    ten calls in a row, queued after another GEMM, as in a training step; time / 10
+graph  ten calls in one CUDA graph, replayed, as in serving; time / 10
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CALLS_IN_A_ROW = 10
 # From the agreement on a moment to that moment, ns. An all-reduce and its reading on the host take a tenth of it; once in
 # a hundred times they take 1 ms, on a host that is busy.
 _LEAD_NS = 2_000_000
-_FILLER_SIZE = 8192  # the GEMM that a row is queued behind: long enough for the host to enqueue the row meanwhile
+_FILLER_SIZE = 8192  # the GEMM before a row: long enough for the host to enqueue the row meanwhile
 
 # Enqueues (on CPU: runs) the i-th call of a computation; i chooses the operands.
 Variant = Callable[[int], None]
@@ -40,7 +40,7 @@ class Times:
     host: float  # median time until the call returned to Python
 
     def spread(self, digits: int = 0) -> str:
-        """The median, and where four of five repetitions lie."""
+        """The median, and the range of four of five repetitions."""
         return f"{self.median:.{digits}f} ({self.p10:.{digits}f} to {self.p90:.{digits}f})"
 
     def as_dict(self) -> dict[str, float]:
@@ -144,8 +144,8 @@ class Stopwatch:
         torch.cuda.synchronize()
         if filler:
             torch.mm(self._filler[0], self._filler[1], out=self._filler[2])
-        # A barrier: on the device for what is queued behind other work, else of the hosts. Both sides' communicators take
-        # part, so that neither finds its state in the cache and the other not.
+        # A barrier: on the device for work that is queued after other work, else on the hosts. Both sides' communicators
+        # take part, so that both find their state in the cache, or neither does.
         overlap_torch.gemm_allreduce(self._tiny, self._tiny)
         if filler or not self._one_clock:
             dist.all_reduce(self._token)
@@ -162,9 +162,9 @@ class Stopwatch:
     def meet(self) -> None:
         """Returns on all ranks of a host at the same moment.
 
-        A barrier's ranks return from it tens of microseconds apart, which is a tenth of what is measured: so they agree
-        on a moment a little later, the way of window-based synchronisation (Hunold and Carpen-Amarie, "Reproducible MPI
-        Benchmarking is Still Not as Easy as You Think", 2016). Their host's clock is one.
+        Ranks leave a barrier at times that differ by tens of microseconds, a tenth of the measured times. So they agree on
+        a moment a little later, as in window-based synchronisation (Hunold and Carpen-Amarie, "Reproducible MPI
+        Benchmarking is Still Not as Easy as You Think", 2016). They share their host's clock.
         """
         moment = torch.tensor([time.monotonic_ns() + _LEAD_NS], device=self.device)
         dist.all_reduce(moment, op=dist.ReduceOp.MAX)

@@ -40,7 +40,7 @@ def parse(text: str) -> list[Plan]:
                 continue
         plan = plan_api.files.from_dict(entry)
         if plan in plans:
-            plans.remove(plan)  # named again: it counts where it was named last
+            plans.remove(plan)  # named again: its last place counts
         plans.append(plan)
     return plans
 
@@ -70,8 +70,8 @@ class MeasuredProblem:
         plan_api.clear_plans(self.group)
 
     def candidates(self) -> list[Plan]:
-        """The planner's candidates, those of rank 0 on every rank; of scaled operands also those that it does not weigh, as
-        nobody has measured any. Collective."""
+        """Rank 0's candidates of the planner, on every rank; for scaled operands also the candidates that it does not
+        weigh, because nobody has measured them. Collective."""
         machine = plan_api.machine(self.device, self.group)
         chosen = []  # each plan's length, then the plan
         scaled = self.problem.recipe != plan_api.types.Recipe.NONE

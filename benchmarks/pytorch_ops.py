@@ -53,7 +53,7 @@ def baselines(
 def _all_reduce(
     shape: Shape, dtype: torch.dtype, device: torch.device, group: str
 ) -> dict[str, _Computation]:
-    """A GEMM into symmetric memory, then the sum: in place, each rank a part for all, or each rank all for itself."""
+    """A GEMM into symmetric memory, then the sum: in place, by a part on each rank, or all of it on every rank."""
     buffer = symmetric_memory.empty(shape.m, shape.n, dtype=dtype, device=device)
     symmetric_memory.rendezvous(buffer, group)
 

@@ -39,9 +39,9 @@ class Subject:
     """The subject of a measurement: an op on one shape, or a block."""
 
     op: str
-    group: str  # whose geometric mean it counts in
+    group: str  # the geometric mean to which it counts
     label: str  # in tables
-    fields: Mapping[str, object]  # in JSON: sizes, dtype, and whatever else tells subjects apart
+    fields: Mapping[str, object]  # in JSON: sizes, dtype, and all else that distinguishes subjects
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Bounds:
 
     compute_us: float
     collective_us: float
-    compute: str = "gemm"  # what computes; of a block "compute", all but its communication
+    compute: str = "gemm"  # the computing part; for a block "compute", all except its communication
 
     @property
     def us(self) -> float:

@@ -1,4 +1,4 @@
-"""fp8 operands and their scales: what the ops and the sequence are given, and PyTorch's fused ops of them."""
+"""fp8 operands and their scales: the arguments of the ops, the sequence and PyTorch's fused ops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUTPUT = torch.bfloat16
 
 
 def scaled(operand: torch.Tensor, dtype: torch.dtype, scales: str, block_rows: int) -> Results:
-    """[rows, K] in fp8, and the scale: the largest number of each tensor, row or block by the type's largest."""
+    """[rows, K] in fp8, and the scale: the largest number of each tensor, row or block divided by the type's largest."""
     rows, k = operand.shape
     magnitude = operand.abs().float()
     if scales == "tensor":
@@ -36,7 +36,7 @@ def scaled(operand: torch.Tensor, dtype: torch.dtype, scales: str, block_rows: i
 
 
 class Scaling:
-    """How a case's operands are scaled: "tensor", "row" or "block"; and what its calls are given."""
+    """How a case's operands are scaled ("tensor", "row" or "block"), and the arguments of its calls."""
 
     def __init__(self, scales: str, fast_accum: bool) -> None:
         self._scales, self._fast = scales, fast_accum
@@ -58,7 +58,7 @@ class Scaling:
         return input.to(dtype), weight.to(torch.float8_e4m3fn), *ones
 
     def product(self, x: torch.Tensor, w: torch.Tensor, xs: torch.Tensor, ws: torch.Tensor):
-        """PyTorch's where the device has one, else the product of dequantised operands."""
+        """PyTorch's scaled GEMM if the device has one, else the product of dequantised operands."""
         return torch.ops.overlap.scaled_linear(x, w, xs, ws, **self._values)
 
     def pytorch(self, op: str, shape: Shape, group: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks NAME``: the studies, each of problems and of a row for each variant, told line by line."""
+"""``python -m benchmarks NAME``: the studies. Each has problems, and prints a row for each variant line by line."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Study:
     Attributes:
         options: adds its options to a parser.
         rows: measures, on every rank, and gives a row for each problem or variant.
-        line: what is printed of a row as soon as it is there; "" prints nothing.
-        summary: what is printed of all rows.
+        line: the text to print for a row at once; "" prints nothing.
+        summary: the text to print for all rows.
         prepare: completes the options before anything starts; ValueError where they are bad.
     """
 

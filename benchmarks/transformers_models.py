@@ -6,7 +6,7 @@ run, eager; a time is the median of the slowest rank's. Logits are compared with
 
 prefill   logits of the last token of a prompt, no gradient
 step      loss, forward and backward
-decode    a step of greedy generation, behind a short prompt, for several sequences at once; not with tokens cut
+decode    a step of greedy generation, after a short prompt, for several sequences at once; not with tokens cut
 """
 
 from __future__ import annotations

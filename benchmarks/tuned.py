@@ -4,8 +4,8 @@ The problems are tuned (``overlap_torch.tune``, without a cache), then the three
 is the lowest of several medians of the slowest rank's times; a median of each problem is measured before the next one of
 any, as times move between levels that last for seconds. Where two of the three are the same plan they are one.
 
-With ``--best N`` the model's first N candidates are measured, too, and the fastest of these then beside the three: how
-much the tuner has missed.
+With ``--best N`` the model's first N candidates are measured, too, and then the fastest of them beside the three. This
+shows how much the tuner has missed.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class _CaseRun:
         return self._computations.exact_op() if self._options.check else None
 
     def _bounds(self) -> report.Bounds:
-        """The GEMM and the collective alone: what overlap cannot beat is the longer one."""
+        """The times of the GEMM and the collective alone: overlap cannot beat the longer one."""
         parts = self._stopwatch.compare("row", self._computations.parts(), _BOUND_REPEATS)
         return report.Bounds(*(times.median for times in parts))
 

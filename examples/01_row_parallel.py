@@ -1,9 +1,9 @@
-"""Tensor-parallel MLPs: ColumnParallelLinear spreads hidden features over the ranks, RowParallelLinear sums them up.
+"""Tensor-parallel MLPs: ColumnParallelLinear divides hidden features among the ranks, RowParallelLinear sums them up.
 
     torchrun --nproc-per-node 2 examples/01_row_parallel.py
 
-Uses NCCL where there is a GPU for each rank, else gloo. It trains two such MLPs, one behind the other, beside unsharded
-ones with the same weights, and prints how far outputs and gradients are apart.
+The program uses NCCL if there is a GPU for each rank, else gloo. It trains two such MLPs, one after the other, and the same
+MLPs unsharded, with equal weights. It prints how much their outputs and gradients differ.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python examples/02_train_tensor_parallel.py                    starts 2 ranks on GPUs, or 4 on the CPU
     torchrun --nproc-per-node 2 examples/02_train_tensor_parallel.py --compare
 
-The model is written for one device. One parallelize_module call cuts it over the ranks; between its blocks each rank
-holds a part of the tokens. With --compare the same model is trained again with PyTorch's own styles, and the largest
-difference between the two loss curves is printed.
+The model is written for one device. One parallelize_module call divides it among the ranks; between its blocks each rank
+holds a part of the tokens. With --compare the program trains the same model again with PyTorch's own styles, and prints
+the largest difference between the two loss curves.
 """
 
 from __future__ import annotations

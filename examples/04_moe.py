@@ -3,9 +3,8 @@
     python examples/04_moe.py                       starts a rank on each GPU, or 2 on the CPU
     torchrun --nproc-per-node 2 examples/04_moe.py
 
-Every rank holds some experts and some tokens. A router sends each token to two experts, so how many rows a rank sends and
-gets is uneven, and may be none. Outputs and gradients are compared with a single-process layer that has all experts and all
-tokens.
+A router sends each token to two experts, so ranks send and get different numbers of rows, and some may get none. Outputs and
+gradients are compared with a single-process layer that has all experts and all tokens.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python examples/05_triton_kernels.py                    starts a rank on each GPU, or 2 on the CPU (Triton's interpreter)
     torchrun --nproc-per-node 2 examples/05_triton_kernels.py
 
-Lines that end with `# overlap` are those that a kernel for one GPU did not have: it takes its tile from a table, and says
-that the tile is stored, or waits for the rows that the tile reads. Each result is compared with the kernel's own sequence.
+A kernel for one GPU would not have the lines that end with `# overlap`. There the kernel takes its tile from a table, and
+signals that the tile is stored, or waits for the rows that the tile reads. Each result is compared with the same computation and
+a collective, one after the other.
 """
 
 from __future__ import annotations

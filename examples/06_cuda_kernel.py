@@ -1,10 +1,10 @@
-"""A CUDA kernel of one's own, compiled at run time, whose tiles are communicated while it computes the next ones.
+"""Your own CUDA kernel, compiled at run time: its tiles are communicated while it computes the next ones.
 
     python examples/06_cuda_kernel.py                       starts a rank on each GPU; needs nvcc
     torchrun --nproc-per-node 2 examples/06_cuda_kernel.py
 
-The kernel is a plain one, a tile of 32 x 32 a block. Its lines that end with `// overlap` are those that a kernel for one GPU
-did not have. The result is compared with the kernel's own sequence.
+The kernel is a plain one: each block computes a tile of 32 x 32. A kernel for one GPU would not have the lines that end with
+`// overlap`. The result is compared with the kernel and a collective, one after the other.
 """
 
 from __future__ import annotations

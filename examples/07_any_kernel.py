@@ -3,8 +3,8 @@
     python examples/07_any_kernel.py                        starts a rank on each GPU, or two on CPU
     torchrun --nproc-per-node 2 examples/07_any_kernel.py
 
-Each stores `job.output`, whose rows lie in the memory of the ranks that own them, so that its stores are what travels. The
-result is compared with the work's own sequence, and on GPUs timed beside it.
+Each stores `job.output`, whose rows are in the memory of the ranks that own them, so its stores are the communication. The
+result is compared with the work and a collective, one after the other; on GPUs both are timed.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Tensor-parallel GEMMs that communicate finished output tiles while they go on computing.
+"""Tensor-parallel GEMMs that communicate finished output tiles while they compute the next ones.
 
     output = overlap_torch.gemm_allreduce(input, weight, bias, group=group)
 
 is ``all_reduce(input @ weight.T) + bias``; :func:`gemm_reducescatter`, :func:`allgather_gemm` and :func:`gemm_alltoall`
-are its siblings; :func:`gemm_allreduce_rmsnorm` and :func:`allreduce_rmsnorm` add a residual and an RMSNorm;
-:func:`moe` is a mixture of experts over ranks, :func:`context_parallel_attention` attention whose tokens are cut over them. The same operators are
-``torch.ops.overlap.gemm_allreduce`` and so on; :mod:`overlap_torch.nn` has layers built on them, :mod:`overlap_torch.parallel` styles for ``parallelize_module``; :mod:`overlap_torch.plan` shows
-and sets the plans they run by; :mod:`overlap_torch.inductor` puts them into models that ``torch.compile`` compiles.
-:func:`report` says what overlapped in a step, :func:`trace` when it ran; :func:`tune` takes plans by measuring.
-:func:`replace_symm_mem` puts the ops in the place of PyTorch's own fused ones, :func:`replace_context_parallel` a gather in the place of its ring.
-:func:`produce` and :func:`consume` do for kernels of your own what the ops do for theirs.
-``python -m overlap_torch doctor`` says what was found on this machine.
+are similar. :func:`gemm_allreduce_rmsnorm` and :func:`allreduce_rmsnorm` add a residual and an RMSNorm. :func:`moe` is a
+mixture of experts over ranks; :func:`context_parallel_attention` is attention of a sequence that is cut over ranks. The
+same operators are ``torch.ops.overlap.gemm_allreduce`` and so on. :mod:`overlap_torch.nn` has layers, and
+:mod:`overlap_torch.parallel` has styles for ``parallelize_module``. :mod:`overlap_torch.plan` shows and sets the plans of
+the ops. :mod:`overlap_torch.inductor` puts the ops into models that ``torch.compile`` compiles. :func:`report` says what
+overlapped in a step, :func:`trace` when it ran. :func:`tune` chooses plans by measuring. :func:`replace_symm_mem` replaces
+PyTorch's own fused ops, :func:`replace_context_parallel` its ring attention. :func:`produce` and :func:`consume`
+communicate the tiles of your own kernels. ``python -m overlap_torch doctor`` says what this machine has.
 """
 
 import importlib

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from overlap_torch import __version__
 
 COMMANDS = {
-    "doctor": "what was found on this machine, and which fast paths are on",
-    "demo": "the op on all GPUs, or on CPU ranks: check, times, timeline",
-    "explain": "a problem's plan: its steps, what they hold and should take, and why it was taken",
-    "tune": "problems' plans by measuring, kept for programs that call overlap_torch.tune",
-    "bench": "each op, or a transformer block, beside GEMMs and collectives one after the other",
+    "doctor": "shows what this machine and build have, and which fast paths are on",
+    "demo": "runs an op on all GPUs, or on two CPU ranks: check, times, timeline",
+    "explain": "shows a problem's plan: its steps, their memory and times, and why it was chosen",
+    "tune": "measures plans, and keeps the times for programs that call overlap_torch.tune",
+    "bench": "times each op, or a transformer block, against its GEMMs and collectives in sequence",
 }
 
 

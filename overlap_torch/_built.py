@@ -1,4 +1,4 @@
-"""Says what to do where the package was not built; imported before all that needs what is built."""
+"""Says what to do if the package was not built; imported before all modules that need a built library."""
 
 from __future__ import annotations
 

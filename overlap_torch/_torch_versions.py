@@ -1,7 +1,7 @@
 """The differences between PyTorch 2.11 and 2.15; csrc/cpu/torch_version.h is the C++ half.
 
-torch.autograd.Function: `apply` of its own base takes one of torch.func's levels. In 2.11 that can be called past the class's
-own `apply`, in 2.15 the same C++ function serves both and goes by the base of the class.
+torch.autograd.Function: `apply` of its own base takes one of torch.func's levels. In 2.11 code can call that `apply`
+instead of the class's own. In 2.15 one C++ function serves both, and depends on the base of the class.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def context_parallel_module() -> ModuleType:
     """The module of PyTorch's ring attention; both releases have its functions, which are private.
 
     Raises:
-        ImportError: a PyTorch that has not.
+        ImportError: this PyTorch does not have it.
     """
     name = "torch.distributed.tensor.experimental._context_parallel._attention"
     try:

@@ -12,8 +12,8 @@ A pass of Inductor finds GEMMs beside functional collectives, both those that DT
 - a GEMM that reads a tensor all-gathered along any dim becomes ``allgather_gemm``; several of them share the gather;
 - a GEMM of fp8 with scales of tensors or of rows (``_scaled_mm``) becomes the same with scales, also of rows that are gathered.
 
-Views, permutations, slices, casts, and equal parts put together again may stand between. The pass sees forward and backward
-graphs with static and dynamic shapes, on CPU and CUDA. It runs before PyTorch's own ``_micro_pipeline_tp`` pass,
+Views, permutations, slices, casts, and equal parts put together again may come between them. The pass sees forward and
+backward graphs with static and dynamic shapes, on CPU and CUDA. It runs before PyTorch's own ``_micro_pipeline_tp`` pass,
 which takes the rest. :func:`report` lists every collective of every graph.
 """
 
@@ -55,7 +55,7 @@ _VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexd
 
 
 class MissedCollective(RuntimeError):
-    """A collective beside a GEMM is not fused, and ``strict`` says that it must be; ``rows`` are the graph's."""
+    """``strict`` is set, and a collective beside a GEMM is not fused; ``rows`` are the graph's rows."""
 
     def __init__(self, rows: Sequence[FusionRow]) -> None:
         self.rows = FusionReport(rows)
@@ -71,7 +71,7 @@ class MissedCollective(RuntimeError):
 
 
 class _Pass(CustomGraphPass):
-    """The content of Inductor's slot: the pass that stood there before, then this one."""
+    """The content of Inductor's slot: the pass that was there before, then this one."""
 
     def __init__(self, settings: Settings, previous: Callable[[Graph], None] | None) -> None:
         self.settings = settings
@@ -89,9 +89,9 @@ class _Pass(CustomGraphPass):
         _reports.keep(rows)
 
     def uuid(self) -> Any:
-        """Inductor's key for graphs that went through here; None, which is no caching, if the pass before has none.
+        """Inductor's cache key for graphs of this pass. None, which means no caching, if the pass before has no key.
 
-        The fusions depend on the groups' sizes, which not every collective names.
+        The key has the groups' sizes, because fusions depend on them and not every collective names them.
         """
         key = (_VERSION, self.settings, group_sizes())
         if self.previous is None:
@@ -113,19 +113,18 @@ def _chained(settings: Settings) -> _Pass:
 def enable(*, strict: bool = False, groups: Iterable[Group] | None = None) -> ExitStack:
     """Lets Inductor put the ops into the graphs that this process compiles from now on.
 
-    Every rank calls it alike, before the model is first called: graphs already compiled stay as they are. It takes
-    the slot
-    ``torch._inductor.config.post_grad_custom_pre_pass``; a pass that stands there runs first. Called again, it changes the
-    settings.
+    Every rank calls it with the same arguments, before the model is first called: compiled graphs stay as they are. It
+    takes the slot ``torch._inductor.config.post_grad_custom_pre_pass``; a pass that is already there runs first. A second
+    call changes the settings.
 
     Args:
-        strict: raise :class:`MissedCollective` while compiling where a collective beside a GEMM cannot be fused.
+        strict: raise :class:`MissedCollective` while compiling if a collective beside a GEMM cannot be fused.
             Collectives without a GEMM beside them, such as a parallel loss's, do not raise.
         groups: names, process groups or one-dimensional meshes whose collectives are considered; None: all groups.
 
     Returns:
-        A context manager, at whose end the slot is as it was before. Backward is compiled at its first call, and has to be
-        within it.
+        A context manager that restores the slot at its end. Backward is compiled at its first call, which must be within
+        the context.
     """
     enabled = ExitStack()
     enabled.callback(setattr, config, _SLOT, config.post_grad_custom_pre_pass)
@@ -134,8 +133,7 @@ def enable(*, strict: bool = False, groups: Iterable[Group] | None = None) -> Ex
 
 
 def disable() -> None:
-    """Takes the pass out of Inductor's slot; graphs already compiled stay as they are.
-    Nothing happens if it is not there.
+    """Takes the pass out of Inductor's slot; compiled graphs stay as they are. Nothing happens if it is not there.
 
     Raises:
         RuntimeError: another pass has taken the slot, and may call this one.
@@ -151,7 +149,7 @@ def disable() -> None:
 
 
 def report(clear: bool = False) -> FusionReport:
-    """Every collective of every graph that was compiled with the pass: into which op it is fused, or why it is not.
+    """Every collective of every graph that was compiled with the pass: the op that replaced it, or why none did.
 
     Args:
         clear: forget the rows afterwards, so that the next report covers only later graphs.

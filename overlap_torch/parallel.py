@@ -1,9 +1,9 @@
 """Styles for ``torch.distributed.tensor.parallel.parallelize_module`` whose Linear layers overlap their communication.
 
-They stand where ``ColwiseParallel``, ``RowwiseParallel`` and ``PrepareModuleInput`` stand::
+Use them in the places of ``ColwiseParallel``, ``RowwiseParallel`` and ``PrepareModuleInput``::
 
     plan = {
-        # Tokens are cut over the ranks outside of attention and MLP, and gathered once for each.
+        # Outside attention and MLP tokens are divided among the ranks. Each of the two gathers them once.
         "attention": OverlapPrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
         "attention.wq": OverlapColwiseParallel(), ...
         "attention.wo": OverlapRowwiseParallel(output_layouts=Shard(1)),
@@ -13,11 +13,10 @@ They stand where ``ColwiseParallel``, ``RowwiseParallel`` and ``PrepareModuleInp
     }
     parallelize_module(block, device_mesh, plan)
 
-They make no more collectives than PyTorch's, and move no more bytes.
+They make no more collectives than PyTorch's styles, and move no more bytes.
 
-Parameters are DTensors with the same placements as PyTorch's styles give them, so that checkpoints, optimizers, gradient
-clipping and FSDP2 see no difference; the layer's forward is replaced, because a hook cannot reach the GEMM between the
-collectives.
+Parameters are DTensors with the placements that PyTorch's styles give them, so checkpoints, optimizers, gradient clipping
+and FSDP2 see no difference. The layer's forward is replaced, because a hook cannot reach the GEMM between the collectives.
 """
 
 from __future__ import annotations
@@ -62,20 +61,20 @@ make_ops_known()
 
 
 class OverlapColwiseParallel(ColwiseParallel):
-    """``ColwiseParallel`` whose input is gathered, and its gradient reduced, beside the GEMM.
+    """``ColwiseParallel`` that gathers the input, and reduces its gradient, beside the GEMM.
 
     A ``torch.nn.Linear`` handles its input, forward and backward, as follows:
 
-    - a tensor with ``input_layouts=Replicate()``, the default: nothing; the gradient is all-reduced after its GEMM;
-    - ``Shard(d)`` of a dim other than the last, tensor or DTensor: gathered while the GEMM computes on what has arrived;
-      the gradient is reduce-scattered after its GEMM. Layers that share such an input share the gather after
+    - a tensor with ``input_layouts=Replicate()``, the default: nothing; the gradient is all-reduced beside its GEMM;
+    - ``Shard(d)`` of a dim other than the last, tensor or DTensor: gathered while the GEMM computes the rows that have
+      arrived; the gradient is reduce-scattered beside its GEMM. Layers that share such an input share the gather after
       :class:`OverlapPrepareModuleInput`. As after PyTorch's style the gathered input is kept for the weight's gradient;
-    - a replicated DTensor: nothing; the gradient stays ``Partial``, so that the module that made the DTensor reduces
-      it, once for all layers that share it;
+    - a replicated DTensor: nothing; the gradient stays ``Partial``, and the module that made the DTensor reduces it once
+      for all layers that share it;
     - other placements: redistributed to ``Replicate()`` first.
 
-    The output is contiguous, whichever dim d is. A DTensor's sharded dim may be of any size; a tensor's must be the same on
-    every rank. A torchao ``Float8Linear`` computes in fp8 as its config says, and gathers fp8 numbers and their
+    The output is contiguous for any dim d. A DTensor's sharded dim may be of any size; a tensor's must be the same on every
+    rank. A torchao ``Float8Linear`` computes in fp8 as its config says, and gathers fp8 numbers and their
     scales. ``ColwiseParallel`` handles every other module, such as ``torch.nn.Embedding``.
 
     Keyword Args:
@@ -90,17 +89,18 @@ class OverlapColwiseParallel(ColwiseParallel):
 
 
 class OverlapRowwiseParallel(RowwiseParallel):
-    """``RowwiseParallel`` whose output is reduced beside the GEMM.
+    """``RowwiseParallel`` that reduces the output beside the GEMM.
 
     A ``torch.nn.Linear`` handles its output, by ``output_layouts``, as follows:
 
-    - ``Replicate()``, the default: all-reduced after the GEMM; backward does not communicate;
-    - ``Shard(d)`` of a dim other than the last: reduce-scattered after the GEMM; the gradient is gathered while
-      backward's GEMM computes on what has arrived, and the bias's gradient is summed over the ranks;
+    - ``Replicate()``, the default: all-reduced beside the GEMM; backward does not communicate;
+    - ``Shard(d)`` of a dim other than the last: reduce-scattered beside the GEMM; the gradient is gathered while backward's
+      GEMM computes the rows that have arrived, and the bias's gradient is summed over the ranks;
     - other placements: redistributed after the GEMM.
 
-    The output is contiguous, whichever dim d is; the dim may be of any size, cut as ``Shard`` cuts. A torchao ``Float8Linear`` computes in fp8 as its config says. ``RowwiseParallel``
-    handles every other module, such as ``torch.nn.Embedding``.
+    The output is contiguous for any dim d. The sharded dim may be of any size, divided as ``Shard`` divides it. A torchao
+    ``Float8Linear`` computes in fp8 as its config says. ``RowwiseParallel`` handles every other module, such as
+    ``torch.nn.Embedding``.
 
     Keyword Args:
         input_layouts, output_layouts, use_local_output: as in ``RowwiseParallel``.
@@ -114,12 +114,12 @@ class OverlapRowwiseParallel(RowwiseParallel):
 
 
 def is_plain_linear(module: torch.nn.Module) -> bool:
-    """True if its forward can be replaced; warns, once for each class, of Linear layers for which that is not so."""
+    """True if the module's forward can be replaced; warns, once for each class, of Linear layers for which it cannot."""
     # A subclass has a forward of its own, a parametrized layer has other parameters.
     plain = type(module) is torch.nn.Linear or fp8_recipe(module) is not None
     if plain and set(module._parameters) == {"weight", "bias"}:
         return True
-    if isinstance(module, torch.nn.Linear):  # of others PyTorch's style is what everybody expects
+    if isinstance(module, torch.nn.Linear):  # for other modules everybody expects PyTorch's style
         _warn_of_fallback(module)
     return False
 
@@ -131,7 +131,7 @@ def fp8_recipe(module: torch.nn.Module) -> Recipe | None:
     kind = type(module)
     if (kind.__module__, kind.__name__) != ("torchao.float8.float8_linear", "Float8Linear"):
         return None
-    # FSDP's gathers in fp8 have weights of a class of their own.
+    # For FSDP's gathers in fp8 weights have their own class.
     own = module.config.enable_fsdp_float8_all_gather
     return None if own else recipe_of_config(module.config)
 
@@ -196,11 +196,11 @@ class _OverlapLinear(torch.nn.Linear):
         return _linear if self.fp8 is None else Maps(self.fp8)
 
     def _as_dtensor(self, local: torch.Tensor, placement: Placement) -> DTensor:
-        """As every rank's part of one size."""
+        """The DTensor of which this tensor is a rank's part; all parts have its size."""
         return from_local(local, self.device_mesh, (placement,))
 
     def _check(self, what: str, tensor: torch.Tensor | None) -> None:
-        """A DTensor must lie on the layer's ranks; nested tensors are refused."""
+        """Raises unless a DTensor is on the layer's ranks; refuses nested tensors."""
         if what == "input" and tensor.is_nested:
             refuse_nested(type(self).__name__, what, tensor)
         if isinstance(tensor, DTensor) and tensor.device_mesh is not self.device_mesh:
@@ -231,7 +231,7 @@ class _OverlapLinear(torch.nn.Linear):
         return to_local(output) if self.use_local_output else output
 
     def _of_foreign(self, input: torch.Tensor, columns: bool) -> torch.Tensor:
-        """The output by a weight that no op takes, such as one that torchao has quantized."""
+        """The output for a weight that no op takes, such as one that torchao has quantized."""
         note_foreign(self, self.weight)
         sharded = sharded_dim(self.input_layout, input.dim()) == input.dim() - 1
         output = foreign_linear(
@@ -367,7 +367,7 @@ def replace_forward(
     output_layout: Placement,
     use_local_output: bool,
 ) -> torch.nn.Module:
-    module.fp8 = fp8_recipe(module)  # of the class that it has now
+    module.fp8 = fp8_recipe(module)  # of the module's present class
     module.__class__ = kind
     note_mesh(device_mesh)
     module.device_mesh = device_mesh

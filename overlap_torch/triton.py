@@ -49,9 +49,9 @@ def tile(tile_order, index):
 
 @triton.jit
 def signal(counters, chunk):
-    """[A] One more tile of the chunk is stored: by ``tl.store``, or ``tl.atomic_*``, of this program.
+    """[A] Counts one more stored tile of the chunk; this program stored it by ``tl.store`` or ``tl.atomic_*``.
 
-    For stores through tensor descriptors (TMA), which go on behind the program's back, there is :func:`signal_bulk`.
+    Stores through tensor descriptors (TMA) complete later than the program's own; use :func:`signal_bulk` for them.
     """
     # All threads' stores come before the barrier, and the barrier before the one thread that adds.
     tl.debug_barrier()
@@ -60,9 +60,9 @@ def signal(counters, chunk):
 
 @triton.jit
 def signal_bulk(counters, chunk):
-    """[A] The same of a tile that was stored through tensor descriptors: waits until these stores are complete."""
+    """[A] The same for a tile that was stored through tensor descriptors: waits until these stores are complete."""
     if not _INTERPRETED:
-        # Whichever thread has issued the stores waits for them; others have none. Then plain accesses see them.
+        # The thread that issued the stores waits for them; other threads have none. Then plain accesses see them.
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;",
             "=r,r",
@@ -92,9 +92,9 @@ def _report_late(arrived, chunk):
 
 @triton.jit
 def wait(arrived, chunk):
-    """[D] Returns when the chunk has arrived; what is loaded after it, is what arrived.
+    """[D] Returns when the chunk has arrived; later loads read the arrived rows.
 
-    At the group's deadline it returns all the same, and :func:`overlap_torch.check` and the next op raise.
+    At the group's deadline it returns in any case, and :func:`overlap_torch.check` and the next op raise.
     """
     flag = arrived + chunk
     if _INTERPRETED:
@@ -106,8 +106,8 @@ def wait(arrived, chunk):
         if seen == 0:
             tl.atomic_or(flag, _LATE, sem="relaxed", scope="gpu")
     else:
-        # One thread polls, and its answer is the whole program's: so what differs by thread, the time, goes into the
-        # flag before the program looks at it.
+        # One thread polls, and its answer holds for the whole program. The time differs between threads, so it goes into
+        # the flag before the program reads the flag.
         deadline = tl.load((arrived + _DEADLINE).to(tl.pointer_type(tl.int64)))
         start = _now_ns()
         seen = tl.atomic_or(flag, 0, sem="acquire", scope="gpu")
@@ -134,7 +134,7 @@ def wait_bulk(arrived, chunk):
 
 
 def aligned(kernel, output: str, input: str | None = None):
-    """A stock kernel that takes its tiles from a job, and signals or awaits their chunks, with no line of it changed::
+    """Makes a stock kernel take its tiles from a job, and signal or await their chunks, without a changed line::
 
         matmul = ot.aligned(matmul, output="c_ptr")
         with overlap_torch.produce("all_reduce", (M, N), a.dtype, tile=(128, 256), chunks=8) as job:
@@ -143,18 +143,20 @@ def aligned(kernel, output: str, input: str | None = None):
     The kernel's source is followed from ``tl.program_id`` to the stores through ``output``. The number of a program, or of a turn
     of a persistent kernel's loop, comes from the job's table, and a signal follows the last store. With ``input``, for
     :func:`overlap_torch.consume`, a wait precedes the first load of the input. ``aligned.diff()`` shows the changed lines. The
-    first launch with some arguments in a job runs the kernel's addresses once, to see that each number is one tile of the job's,
-    and copies the answer to the host. Outside of a job the kernel runs as it was.
+    first launch with some arguments in a job computes only the kernel's addresses, checks that each number is one tile of
+    the job, and copies the answer to the host. Outside a job the stock kernel runs.
 
     Args:
-        kernel: a ``@triton.jit`` function, also below ``@triton.autotune`` and ``@triton.heuristics``. The tile is the job's, so
-            only the configurations of this tile are chosen among; the interpreter takes the first.
-        output: the argument through which tiles are stored: ``job.output``, or of a kernel that waits the product, row-major.
-        input: the argument of a kernel that waits: ``job.gathered``. A tile loads the rows of it that have the tile's own numbers.
+        kernel: a ``@triton.jit`` function, also below ``@triton.autotune`` and ``@triton.heuristics``. Autotuning chooses
+            only among the configurations with the job's tile; the interpreter takes the first.
+        output: the argument through which tiles are stored, row-major: ``job.output``, or the product of a kernel that
+            waits.
+        input: for a kernel that waits, the argument that gets ``job.gathered``. A tile loads only the rows with its own row
+            numbers.
 
     Raises:
-        ValueError: when called, or by a launch before anything of the kernel runs: the kernel cannot be followed. The message names
-            file, line and reason, and has the lines to write by hand.
+        ValueError: the pass cannot follow the kernel. This call raises, or a launch before any part of the kernel runs. The
+            message names file, line and reason, and has the lines to write by hand.
         RuntimeError: the first launch is captured into a CUDA graph.
     """
     from overlap_torch._kernels.aligned import Aligned

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 WAIT = c10d.wait_tensor.default
-KINDS = {  # of the collectives that ops stand for
+KINDS = {  # of the collectives that ops replace
     c10d.all_reduce.default: "all_reduce",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
     c10d.all_gather_into_tensor.default: "all_gather",
@@ -49,7 +49,7 @@ _CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
 
 
 class NotFused(Exception):
-    """Why a collective is not fused; ``missed``: although there is a GEMM beside it."""
+    """Why a collective is not fused; ``missed`` is True if there is a GEMM beside it."""
 
     def __init__(self, why: str, missed: bool = True) -> None:
         super().__init__(why)
@@ -58,19 +58,19 @@ class NotFused(Exception):
 
 
 class WaitedFor(NotFused):
-    """Another collective stands between this one and its GEMM: there is none beside it."""
+    """Another collective is between this one and its GEMM, so no GEMM is beside it."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why, missed=False)
 
 
 def value(node: Node) -> torch.Tensor:
-    """The tensor that stands for the node's result."""
+    """The fake tensor of the node's result."""
     return node.meta["val"]
 
 
 def is_tensor(node: Any) -> bool:
-    """True if it is a node whose result is a tensor."""
+    """True if the node's result is a tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -99,17 +99,17 @@ def collective_name(node: Node) -> str | None:
 
 
 def stand_for(output: Node, collective: Node) -> None:
-    """Notes that ``output`` takes the place of a collective's result, for :func:`waited_for`."""
+    """Notes that ``output`` replaces a collective's result, for :func:`waited_for`."""
     output.meta[_STANDS_FOR] = collective_name(collective)
 
 
 def is_fused(node: Node) -> bool:
-    """True if the node takes the place of a collective's result."""
+    """True if the node replaces a collective's result."""
     return _STANDS_FOR in node.meta
 
 
 def waited_for(node: Node) -> str | None:
-    """The name of the collective whose result this is, be it fused or not; None for other nodes."""
+    """The name of the collective whose result this is, fused or not; None for other nodes."""
     if node.target is not WAIT:
         return node.meta.get(_STANDS_FOR)
     collective = node.args[0]
@@ -124,7 +124,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def cast_dtype(node: Node) -> torch.dtype | None:
-    """The dtype that the node casts its input to and does nothing else; None for other nodes."""
+    """The dtype to which the node casts its input, if it does nothing else; None for other nodes."""
     if node.target not in _CASTS:
         return None
     source, result = value(node.args[0]), value(node)
@@ -133,7 +133,7 @@ def cast_dtype(node: Node) -> torch.dtype | None:
 
 
 def is_recast(node: Node) -> bool:
-    """True if it only casts, copies, or reads each element as one of another dtype of the same size."""
+    """True if the node only casts, copies, or reads each element as another dtype of the same size."""
     if not node.args or not is_tensor(node.args[0]):
         return False
     if node.target is aten.view.dtype:
@@ -142,7 +142,7 @@ def is_recast(node: Node) -> bool:
 
 
 def only_moves(node: Node) -> bool:
-    """True if its result has no numbers but its inputs', in another order, dtype or number."""
+    """True if the node's result has only its inputs' numbers, in another order, dtype or multiplicity."""
     if node.target is operator.getitem or node.target in _CASTS or node.target in _SAME:
         return True
     if node.target in (aten.cat.default, aten.stack.default):
@@ -151,7 +151,7 @@ def only_moves(node: Node) -> bool:
 
 
 def is_identity(node: Node) -> bool:
-    """True if it has the elements of its first argument in their places, maybe in other memory."""
+    """True if the node's result has its first argument's elements in their places, maybe in other memory."""
     if node.target not in _SAME or not is_tensor(node.args[0]):
         return False
     return same_shape(value(node), value(node.args[0]))
@@ -170,14 +170,14 @@ def only_user(node: Node) -> Node | None:
 
 
 def erase_unused(nodes: Iterable[Node]) -> None:
-    """Erases those nodes that nothing reads, in this order: readers come first."""
+    """Erases the nodes that nothing reads, in the given order: readers come first."""
     for node in nodes:
         if not node.users:
             node.graph.erase_node(node)
 
 
 def is_view(node: Node) -> bool:
-    """True if it cuts and merges dims and does nothing else."""
+    """True if the node only splits and merges dims."""
     return node.target in _VIEWS
 
 
@@ -206,7 +206,7 @@ class Recat:
     cut_dim: int
     cat_dim: int
     inner: tuple[Node, ...]  # the cut, its parts and their recasts, which nobody else reads
-    recasts: tuple[Node, ...]  # of the first part, and alike of all: one after the other
+    recasts: tuple[Node, ...]  # of the first part, one after the other; the other parts' are alike
 
 
 def recat_of(cat: Node) -> Recat | None:
@@ -236,7 +236,7 @@ def recat_of(cat: Node) -> Recat | None:
 
 
 def _recasts_before(node: Any, reader: Node) -> list[Node] | None:
-    """A part of a tensor and its recasts up to ``node``, each of them read by the next alone; None if it is no such part."""
+    """A part of a tensor and its recasts up to ``node``, each read only by the next; None if it is no such part."""
     chain: list[Node] = []
     while isinstance(node, Node) and list(node.users) == [reader]:
         chain.insert(0, node)
@@ -301,7 +301,7 @@ def before_recat(recat: Recat, layout: Layout) -> Layout | None:
 
 
 def _move_parts(layout: Layout, count: int, from_dim: int, to_dim: int) -> Layout | None:
-    """One dim's outer factor, so many parts, put before another's factors; None where it does not divide."""
+    """Puts one dim's outer factor, ``count``, before another dim's factors; None if it does not divide."""
     parts_count = sympy.Integer(count)
     rest = divide(size_of(flat([layout[from_dim]])), parts_count)
     parts = None if rest is None else regroup(layout[from_dim], [parts_count, rest])
@@ -333,7 +333,7 @@ _FRAME = re.compile(
 
 
 def source_line(node: Node) -> str:
-    """``file:line: code`` of the model's innermost line, not PyTorch's or a style's; empty where the compiler knows of none."""
+    """``file:line: code`` of the model's innermost line, not PyTorch's or a style's; empty if the compiler knows none."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     own = [
         frame
@@ -347,10 +347,10 @@ def source_line(node: Node) -> str:
 
 
 def module_path(node: Node) -> str:
-    """The module whose forward, or whose backward, made the node: its path in the model; empty where nobody knows."""
+    """The path in the model of the module whose forward or backward made the node; empty if it is unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [path for path, *_ in stack.values()]
-    # As Dynamo writes it: L['self']._modules['blocks'][0].down
+    # Dynamo writes it like this: L['self']._modules['blocks'][0].down
     path = re.sub(r"^[LG]\['\w+'\]\.?", r"", paths[-1]) if paths else ""
     return (
         re.sub(r"(?:\._modules)?\['?(\w+)'?\]", r".\1", path).replace("_modules.", "").lstrip(".")
@@ -358,7 +358,7 @@ def module_path(node: Node) -> str:
 
 
 def forget_intermediate_sizes(graph: Graph) -> None:
-    """Computes sizes that are read from intermediate results from those of the inputs: they need no result to be there."""
+    """Computes sizes of intermediate results from the inputs' sizes, so that they need no intermediate result."""
     for node in list(graph.nodes):
         if node.target is not aten.sym_size.int or node.args[0].op == "placeholder":
             continue
@@ -381,14 +381,14 @@ def forget_intermediate_sizes(graph: Graph) -> None:
 
 
 class Editor:
-    """Inserts nodes before one of the graph, with their values and the source of that one."""
+    """Inserts nodes before a node of the graph, with their values and that node's source."""
 
     def __init__(self, place: Node, fake_mode: FakeTensorMode) -> None:
         self.graph = place.graph
         self.place = place
         self.fake_mode = fake_mode
         self.made: list[Node] = []
-        # It knows no dims, only memory: results lie there as those did in whose place they are.
+        # as_strided reads memory, not dims: a result must have the memory layout of the result that it replaces.
         self._reads_memory = any(
             node.target is aten.as_strided.default for node in place.graph.nodes
         )
@@ -406,7 +406,7 @@ class Editor:
         return node
 
     def undo(self) -> None:
-        """Takes the new nodes away, which nothing else reads yet."""
+        """Removes the new nodes; nothing else reads them yet."""
         for node in reversed(self.made):
             self.graph.erase_node(node)
         self.made.clear()

@@ -41,7 +41,7 @@ class Settings:
 def fuse(graph: Graph, settings: Settings) -> list[FusionRow]:
     """Puts the ops into a graph, in place; a row for each of its collectives, in the graph's order.
 
-    Its result follows only from the graph and the settings, so that all ranks do the same.
+    The result depends only on the graph and the settings, so all ranks do the same.
     """
     collectives = [node for node in graph.nodes if collective_name(node) is not None]
     if not collectives:
@@ -49,7 +49,7 @@ def fuse(graph: Graph, settings: Settings) -> list[FusionRow]:
     forget_intermediate_sizes(graph)
     rows = {node: _row(node) for node in collectives}
     direction = "backward" if _is_backward(graph) else "forward"
-    # Reductions first: where a GEMM stands between two collectives, they gain more by it.
+    # Reductions first, because they gain more from a GEMM that is between two collectives.
     for node in collectives:
         rows[node]["direction"] = direction
         if node.target in KINDS and KINDS[node.target] != "all_gather":
@@ -61,11 +61,11 @@ def fuse(graph: Graph, settings: Settings) -> list[FusionRow]:
         elif node.target not in KINDS:
             rows[node]["why"] = "the pass knows no op for it"
     for nodes in gathers.values():
-        if not rows[nodes[0]]["op"]:  # else they are scales that were gathered with what they scale
+        if not rows[nodes[0]]["op"]:  # else they are scales that were gathered with their tensor
             _fuse_gathers(nodes, rows, settings)
     for node in reversed(graph.nodes):
         if not node.users and (is_view(node) or permutation(node) is not None):
-            graph.erase_node(node)  # what transposed a weight for its GEMM
+            graph.erase_node(node)  # the transposition of a weight for its GEMM
     stable_topological_sort(graph)
     graph.lint()
     return list(rows.values())
@@ -110,7 +110,7 @@ def _fuse_gathers(
         row["op"], row["gemms"], row["note"] = op, fused.gemms, shared
         row["why"], row["missed"] = "", False
     for row in scales:
-        row["note"] = f"the scales of what {rows[0]['node']} gathers, by the same op"
+        row["note"] = f"the scales of the gather {rows[0]['node']}, by the same op"
 
 
 def _check_group(row: FusionRow, settings: Settings) -> None:
@@ -149,7 +149,7 @@ def _row(node: Node) -> FusionRow:
 
 
 def _world_size(group: str) -> int:
-    """0 where this rank knows no group of this name."""
+    """The group's number of ranks; 0 if this rank knows no group of this name."""
     try:
         return world_size(group)
     except ValueError:

@@ -1,4 +1,4 @@
-"""GEMMs that read what an all-gather has gathered."""
+"""GEMMs that read a gathered tensor."""
 
 from __future__ import annotations
 
@@ -57,26 +57,24 @@ class _Gather:
 
 @dataclass(frozen=True)
 class _ScaleGather:
-    """The all-gathers of the scales of what is gathered, one for each row."""
+    """The all-gathers of a gathered tensor's scales, one scale for each row."""
 
     gathers: Sequence[Node]
     shard: Node
-    local: Layout  # in atoms of the rows of what is gathered
+    local: Layout  # in atoms of the gathered tensor's rows
     walk: Walk
 
 
 @dataclass(frozen=True)
 class FusedGather:
-    """The outcome for all-gathers of one shard: how many GEMMs the op has, and the gathers of
-    scales that it does as well.
-    """
+    """The outcome for all-gathers of one shard: the op's number of GEMMs, and the gathers of scales that it also replaces."""
 
     gemms: int
     scale_gathers: Sequence[Node]
 
 
 def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> FusedGather:
-    """Puts one op in the place of all-gathers of one shard and the GEMMs that read them.
+    """Replaces all-gathers of one shard, and the GEMMs that read them, by one op.
 
     Raises:
         NotFused: there is no such op, and the graph is as it was.
@@ -138,7 +136,7 @@ def _kind(reader: Reader, scales: dict[Gemm, _ScaleGather]) -> tuple[object, ...
 
 
 def _unfollowed(walk: Walk, shard: Node) -> Iterator[NotFused]:
-    """Why GEMMs are not fused that read what is gathered by ways that no op has."""
+    """Why GEMMs are not fused if no op can read the gathered tensor as they do."""
     for gemm, first, on_the_right in unfollowed(walk):
         weight = on_the_right and _is_given(shard)
         yield NotFused(
@@ -148,7 +146,7 @@ def _unfollowed(walk: Walk, shard: Node) -> Iterator[NotFused]:
 
 
 def _has_gemm(collective: Node) -> bool:
-    """True if a GEMM reads the result of this collective, or anything made of it."""
+    """True if a GEMM reads this collective's result, or anything computed from it."""
     if not is_tensor(collective):
         return False  # several that are called together
     walk = walk_from([collective], layout_of(value(collective).shape))
@@ -168,7 +166,7 @@ def _erase_unused(nodes: set[Node], place: Node) -> None:
 def _is_ready(
     walk: Walk, gather: _Gather, reader: Reader, depend: set[Node], scales: dict[Gemm, _ScaleGather]
 ) -> bool:
-    """True if the op can have the GEMM; if not, notes the reason. Notes the gather of its scales, too."""
+    """True if the op can take the GEMM; if not, notes the reason. Also notes the gather of its scales."""
     gemm = reader.gemm
     other = gemm.right if reader.side == "left" else gemm.left
     try:
@@ -197,7 +195,7 @@ def _is_ready(
 
 
 def _check_scales(gather: _Gather, reader: Reader, depend: set[Node]) -> None:
-    """Raises NotFused where the op cannot have the scales of a GEMM that reads what is gathered."""
+    """Raises NotFused if the op cannot take the scales of a GEMM that reads the gathered tensor."""
     scales = reader.gemm.scales
     if reader.side == "right":
         raise NotFused(
@@ -242,7 +240,7 @@ def _scale_gather(gather: _Gather, reader: Reader, depend: set[Node]) -> _ScaleG
 
 
 def _gather_behind(node: Node) -> Node | None:
-    """The all-gather of which the node is a rearrangement."""
+    """The all-gather whose result the node rearranges."""
     while is_tensor(node) and node.op == "call_function":
         if KINDS.get(node.target) == "all_gather":
             return node
@@ -257,7 +255,7 @@ def _gather_behind(node: Node) -> Node | None:
 
 
 def _is_given(node: Node) -> bool:
-    """True if it is an input of the graph, rearranged or cast at most."""
+    """True if the node is an input of the graph, at most rearranged or cast."""
     while node.op == "call_function" and node.args:
         if node.target is aten.cat.default:
             return all(_is_given(part) for part in node.args[0])
@@ -306,9 +304,10 @@ def _emit(
     walk: Walk,
     of_scales: _ScaleGather | None,
 ) -> tuple[list[Node], dict[Node, Node]]:
-    """Each GEMM's product, and what others read in the place of the gathered tensor's rearrangements, and of its scales'."""
+    """Each GEMM's product, and the replacements of the rearrangements of the gathered tensor, and of its scales, for other
+    readers."""
     rows, inner = flat(readers[0].rows), leaves(readers[0].inner)
-    # Ranks outermost; what follows them keeps its place after them, so that a gathered dim is a view of the result.
+    # Ranks are outermost, and all else keeps its order after them, so that a gathered dim is a view of the result.
     place = rows.index(gather.ranks)
     order = rows[place:] + rows[:place]
     shard = _as_read(editor, gather.shard, readers[0].at)
@@ -332,7 +331,7 @@ def _emit(
 
 
 def _as_read(editor: Editor, shard: Node, at: Reached) -> Node:
-    """The shard in the dtype in which GEMMs read what is gathered."""
+    """The shard in the dtype in which GEMMs read the gathered tensor."""
     if at.cast is not None:
         return editor.call(torch.ops.prims.convert_element_type.default, shard, at.cast)
     if at.bits is None or at.bits == value(shard).dtype:
@@ -345,7 +344,7 @@ def _as_read(editor: Editor, shard: Node, at: Reached) -> Node:
 def _call(
     editor: Editor, group: str, readers: Sequence[Reader], input: Node, scale: Node | None
 ) -> tuple[Node, list[Node]]:
-    """The op, and each GEMM's output of it; ``scale``: of the input's rows, where the GEMMs have that."""
+    """The op, and its output for each GEMM; ``scale``: the scale of the input's rows, if the GEMMs have one."""
     weights, biases, scales = [], [], []
     for reader in readers:
         gemm = reader.gemm
@@ -385,7 +384,8 @@ def _rest(
     index: int,
     layout: Layout,
 ) -> dict[Node, Node]:
-    """The rearrangements that others than ``unread`` read, made of one of the op's results, which has this layout."""
+    """The rearrangements that nodes other than ``unread`` read, made from one of the op's results, which has this
+    layout."""
     rest: dict[Node, Node] = {}
     gathered: dict[torch.dtype, Node] = {}
     for node, reached in inside.items():
@@ -403,7 +403,7 @@ def _rest(
 
 
 def _dead(readers: Sequence[Reader], fused: set[Node]) -> set[Node]:
-    """The nodes, of those that lead to the GEMMs, that nobody reads once these are fused."""
+    """The nodes on the way to the GEMMs that nothing reads after the GEMMs are fused."""
     dead: set[Node] = set()
     for reader in readers:
         for node in reversed(reader.replayed):
@@ -413,7 +413,7 @@ def _dead(readers: Sequence[Reader], fused: set[Node]) -> set[Node]:
 
 
 def _product(editor: Editor, reader: Reader, output: Node, order: Atoms) -> Node:
-    """The GEMM's result of the op's output, whose rows are in this order."""
+    """The GEMM's result from the op's output, whose rows are in this order."""
     columns = layout_of([value(output).shape[-1]])
     source = [order, *columns]
     if not reader.replayed:

@@ -18,7 +18,7 @@ Size = int | torch.SymInt
 
 
 def as_expr(size: Size) -> sympy.Expr:
-    """A size as an expression, in which a division that is known to come out even is a fraction."""
+    """A size as an expression, in which a division without remainder is a fraction."""
     if isinstance(size, int):
         return sympy.Integer(size)
     shape_env = size.node.shape_env
@@ -26,7 +26,7 @@ def as_expr(size: Size) -> sympy.Expr:
     def quotient(dividend: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr:
         if dividend.is_Integer or not divisor.is_Integer:
             return FloorDiv(dividend, divisor)
-        # (s + 1) // 2, the size of the first of two chunks, is s / 2 where s is even.
+        # (s + 1) // 2, the size of the first of two chunks, is s / 2 if s is even.
         dividend_of_even = dividend - dividend.as_coeff_Add()[0] % divisor
         rest = shape_env.create_symintnode(dividend_of_even, hint=None) % int(divisor)
         if statically_known_true(rest == 0):
@@ -37,7 +37,7 @@ def as_expr(size: Size) -> sympy.Expr:
 
 
 def divide(dividend: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
-    """The quotient if it is one for any value of the symbols, None otherwise."""
+    """The quotient, if the division has no remainder for any value of the symbols; else None."""
     quotient = sympy.cancel(dividend / divisor)
     if quotient.is_Rational:
         return quotient if quotient.is_Integer else None
@@ -46,7 +46,7 @@ def divide(dividend: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
 
 
 class Atom:
-    """A factor of a dim; ``whole``: it must not be cut, as the ranks of a group."""
+    """A factor of a dim; ``whole`` is True if it must not be split, as for the ranks of a group."""
 
     __slots__ = ("parts", "size", "whole")
 
@@ -64,7 +64,7 @@ Layout = list[Atoms]
 
 
 def leaves(atoms: Iterable[Atom]) -> Atoms:
-    """The atoms, with those that some view has cut in their parts."""
+    """The atoms; an atom that a view has split is replaced by its parts."""
     found: Atoms = []
     for atom in atoms:
         found += [atom] if atom.parts is None else leaves(atom.parts)
@@ -87,13 +87,13 @@ def size_of(atoms: Iterable[Atom]) -> sympy.Expr:
 
 
 def layout_of(shape: Sequence[Size]) -> Layout:
-    """Every dim an atom of its own; a dim of size 1 has none."""
+    """A layout with one atom for each dim; a dim of size 1 has none."""
     sizes = [as_expr(size) for size in shape]
     return [[] if size == 1 else [Atom(size)] for size in sizes]
 
 
 def regroup(atoms: Iterable[Atom], sizes: Sequence[sympy.Expr]) -> Layout | None:
-    """The atoms as dims of these sizes, cut where a dim ends within one; None where that does not come out even."""
+    """The atoms as dims of these sizes. An atom is split if a dim ends within it; None if it does not divide."""
     waiting = leaves(atoms)[::-1]
     if any(size == 0 for size in sizes) or any(atom.size == 0 for atom in waiting):
         return None
@@ -127,7 +127,7 @@ def regroup(atoms: Iterable[Atom], sizes: Sequence[sympy.Expr]) -> Layout | None
 
 
 def moves(source: Layout, target: Layout) -> tuple[list[Atoms], list[int]]:
-    """Blocks of atoms in the source's order, and the order in which the target has them: as few as possible."""
+    """Blocks of atoms in the source's order, as few as possible, and their order in the target."""
     before, after = flat(source), flat(target)
     places = {atom: i for i, atom in enumerate(before)}
     runs: list[Atoms] = []

@@ -1,4 +1,4 @@
-"""Residual and RMSNorm after an all-reduce, which one op has with it."""
+"""Residual and RMSNorm after an all-reduce: one op does all three."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Norm:
 
 
 def fuse_norm(total: Node) -> str | None:
-    """Puts one op in the place of an all-reduce, an addition to its result, and the RMSNorm of that.
+    """Replaces an all-reduce, an addition to its result, and the sum's RMSNorm by one op.
 
     ``total`` is the all-reduce's result. Returns the op's name; None: there is no such norm or it gains nothing, and the
     graph is as it was.
@@ -132,7 +132,7 @@ def _summed(total: Node) -> _Summed | None:
 
 
 def _behind_views(total: Node) -> tuple[Node, list[Node]]:
-    """The last of the views of a result which nothing else reads, and those views."""
+    """The last of a result's views, if nothing else reads them, and all these views."""
     at, views = total, []
     while (user := only_user(at)) is not None and is_view(user) and user.args[0] is at:
         if as_expr(value(user).shape[-1]) != as_expr(value(at).shape[-1]):
@@ -179,7 +179,7 @@ def _norm_of(total: Node) -> _Norm | None:
 
 
 def _is_gain(weight: Any, total: Node) -> bool:
-    """True for a vector [N] of the sum's dtype which an input of the graph is, so that it does not follow from the sum."""
+    """True for a vector [N] of the sum's dtype that is an input of the graph, so it does not depend on the sum."""
     if not is_tensor(weight) or weight.op not in ("placeholder", "get_attr"):
         return False
     gain, rows = value(weight), value(total)
@@ -199,7 +199,7 @@ def _one_op(node: Node) -> _Norm | None:
 
 
 def _decomposed(wide: Node, total: torch.Tensor) -> _Norm | None:
-    """The norm of ``wide``, which is the sum in float32, as PyTorch and models of transformers write it."""
+    """The norm of ``wide``, the sum in float32, as PyTorch and transformers' models write it."""
     squares = [user for user in wide.users if _is_square(user, wide)]
     if len(squares) != 1 or len(wide.users) != 2:
         return None

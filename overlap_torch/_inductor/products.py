@@ -1,4 +1,4 @@
-"""Products of a graph as the ops take them: GEMMs, plain or with scales, and why the others are left."""
+"""Products of a graph in the ops' form: GEMMs, plain or with scales, and why other products stay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SCALED_OPERANDS = {torch.float8_e4m3fn, torch.float8_e5m2}
 _SCALED_OUTPUTS = {torch.bfloat16, torch.float16, torch.float32}
 _RECIPES = (ScalingType.TensorWise, ScalingType.RowWise)
 _SCALED = ("_scaled_mm", "_scaled_mm_v2")
-# Products that are no GEMM, and why the ops do not take them.
+# Products that are not GEMMs, and why the ops do not take them.
 _OTHER_PRODUCTS = {
     "_grouped_mm": "its GEMM is aten._grouped_mm: the ops take one GEMM, not a group of them",
     "_scaled_grouped_mm": "its GEMM is aten._scaled_grouped_mm: the ops take one GEMM, not a group of them",
@@ -57,7 +57,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class Gemm:
-    """``left @ right + bias``; the bias [N] or None. With scales, of what the operands stand for."""
+    """``left @ right + bias``; the bias [N] or None. With scales the operands are their values times scales."""
 
     node: Node
     left: Node  # [M, K]
@@ -67,7 +67,7 @@ class Gemm:
 
 
 def gemm_of(node: Node) -> Gemm | None:
-    """The GEMM that the node computes, if it is a GEMM as the ops have it."""
+    """The GEMM that the node computes, if the ops take it."""
     if node.target is aten.mm.default:
         return Gemm(node, *node.args, None)
     if node.target is aten.addmm.default:
@@ -86,7 +86,7 @@ def gemm_of(node: Node) -> Gemm | None:
 
 
 def other_product(node: Node) -> str | None:
-    """Why the ops do not take this product, if it is one that they do not take."""
+    """Why the ops do not take this product; None for all other nodes."""
     name = _aten_name(node)
     if name in _OTHER_PRODUCTS:
         return _OTHER_PRODUCTS[name]
@@ -134,7 +134,7 @@ class Operand:
 
 
 def operand_of(editor: Editor, gemm: Gemm, side: str) -> Operand:
-    """The left operand, or the right one transposed, as the ops take it."""
+    """The left operand, or the right one transposed, in the ops' form."""
     matrix = gemm.left if side == "left" else editor.transposed(gemm.right)
     if gemm.scales is None:
         return Operand(matrix, None)
@@ -156,7 +156,7 @@ def call(
     bias: Node | None,
     group: str,
 ) -> Node:
-    """``gemm_allreduce`` or ``gemm_reducescatter`` with scales as the GEMM has them."""
+    """A call of ``gemm_allreduce`` or ``gemm_reducescatter``, with the GEMM's scales."""
     op = getattr(_ops, name)
     if gemm.scales is None:
         return editor.call(op.default, input.matrix, weight.matrix, bias, group=group)
@@ -189,7 +189,7 @@ def _is_bias(bias: Node, product: Node) -> bool:
 
 
 def _scaled(node: Node) -> Gemm:
-    """The GEMM of a scaled product; raises NotFused if the ops have no such one."""
+    """The GEMM of a scaled product; raises NotFused if the ops do not take it."""
     name = f"its GEMM is {describe(node)}"
     given = arguments(node)
     left, right, bias = given["self"], given["mat2"], given["bias"]
@@ -215,7 +215,7 @@ def _scaled(node: Node) -> Gemm:
 
 
 def _recipe_of_shapes(scales: Sequence[Node], left: Node, right: Node) -> ScalingType | None:
-    """The recipe that the shapes of the scales mean to ``aten._scaled_mm``; None for others than of tensors and of rows."""
+    """The recipe that ``aten._scaled_mm`` takes for scales of these shapes; None unless they are of tensors or of rows."""
     shapes = [[as_expr(size) for size in value(scale).shape] for scale in scales]
     if all(math.prod(shape) == 1 for shape in shapes):
         return ScalingType.TensorWise
@@ -226,7 +226,7 @@ def _recipe_of_shapes(scales: Sequence[Node], left: Node, right: Node) -> Scalin
 def _named_recipe(
     given: dict[str, Any], left: Node, right: Node
 ) -> tuple[ScalingType | None, list[Node]]:
-    """The recipe of ``aten._scaled_mm_v2``, which names it, and the scales; None for a recipe that the pass does not take."""
+    """The recipe that ``aten._scaled_mm_v2`` names, and the scales; None for a recipe that the pass does not take."""
     lists = [given["scale_a"], given["scale_b"]]
     scales = [scale for each in lists for scale in each]
     names = [list(given["recipe_a"]), list(given["recipe_b"])]
@@ -243,6 +243,6 @@ def _named_recipe(
 
 
 def _holds(scale: Node, size: Any) -> bool:
-    """True if it is a vector of this size: except for dims of size 1, it has one dim."""
+    """True for a vector of this size: a tensor with one dim, not counting dims of size 1."""
     shape = [as_expr(size) for size in value(scale).shape]
     return len(shape) <= 2 and math.prod(shape) == size

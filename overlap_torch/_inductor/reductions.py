@@ -54,7 +54,8 @@ from overlap_torch._inductor.products import (
 
 @dataclass(frozen=True)
 class _Product:
-    """A GEMM and where its rows and columns are in what is reduced. Its operands may be cut to a part of the result."""
+    """A GEMM, and the places of its rows and columns in the reduced tensor. Its operands may be cut to a part of the
+    result."""
 
     gemm: Gemm
     layout: Layout
@@ -63,7 +64,7 @@ class _Product:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A sum of products of one shape that is reduced, and the nodes that make it of them."""
+    """A reduced sum of products of one shape, and the nodes that compute it from them."""
 
     products: list[_Product]
     inner: list[Node]
@@ -81,13 +82,13 @@ class Fused:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A collective, and how its result lies."""
+    """A collective, and its result's layout."""
 
     node: Node
     kind: str  # "sum" or "avg"
     group: str
     world_size: int
-    ranks: Atom  # the factor of a dim that is cut between the ranks; in no layout if it is an all-reduce
+    ranks: Atom  # the factor of the dim divided among the ranks; an all-reduce's layouts do not have it
     result: Layout
     waits: Sequence[Node]
 
@@ -97,7 +98,7 @@ class _Reduction:
 
 
 def fuse_reduction(collective: Node, group: str, world_size: int) -> Fused:
-    """Puts one op in the place of an all-reduce or reduce-scatter and the GEMMs before it.
+    """Replaces an all-reduce or reduce-scatter, and the GEMMs before it, by one op.
 
     Raises:
         NotFused: there is no such op, and the graph is as it was.
@@ -130,7 +131,7 @@ def fuse_reduction(collective: Node, group: str, world_size: int) -> Fused:
 
 
 def _check(reduction: _Reduction, products: Sequence[_Product]) -> None:
-    """Raises NotFused unless the ops can have the sum of these products."""
+    """Raises NotFused unless the ops can take the sum of these products."""
     if reduction.kind not in ("sum", "avg"):
         raise NotFused(f"it reduces by {reduction.kind!r}: the ops sum")
     first = cut(products[0].layout)
@@ -149,7 +150,7 @@ def _check(reduction: _Reduction, products: Sequence[_Product]) -> None:
 def _emit(
     editor: Editor, reduction: _Reduction, products: Sequence[_Product]
 ) -> tuple[Node, _BiasAdd | None, str]:
-    """The op's result as the collective's; the addition after it that it takes over; a note for the report."""
+    """The op's result in the collective's form; the addition that the op takes over; a note for the report."""
     ranks, result = reduction.ranks, reduction.result
     rows, columns = cut(products[0].layout)
     left, right = _side_by_side(editor, products)
@@ -165,7 +166,7 @@ def _emit(
         left, right, rows, columns = right, left, columns, rows
     order = rows
     if reduction.scatters:
-        # In the result's order, so that nothing is rearranged after the op.
+        # The rows have the result's order, so that nothing is rearranged after the op.
         order = [ranks, *(atom for atom in flat(result) if atom in rows)]
     gemm = products[0].gemm
     left = _rearranged(editor, gemm, left, rows, order)
@@ -183,7 +184,7 @@ def _emit(
 
 
 def _producers(node: Node, layout: Layout, reader: Node) -> _Sum:
-    """The GEMMs of which ``node`` is the sum; ``layout`` is that of the node, which ``reader`` reads."""
+    """The GEMMs whose sum ``node`` is. ``layout`` is the node's layout; ``reader`` reads it."""
     gemm = gemm_of(node)
     if gemm is not None:
         _check_users(node, reader)
@@ -283,7 +284,7 @@ def _sum_of(node: Node, layout: Layout, reader: Node) -> _Sum:
 
 
 def _describe_result(node: Node) -> str:
-    """As `describe`, but a collective's result by the collective, also where it is rearranged."""
+    """As `describe`, except that a collective's result, also rearranged, is described by the collective."""
     source = node
     while waited_for(source) is None and source.args and is_tensor(source.args[0]):
         if not _keeps_values(source):
@@ -294,7 +295,7 @@ def _describe_result(node: Node) -> str:
 
 
 def _part_of(node: Node, layout: Layout, reader: Node) -> _Sum:
-    """A slice of rows or columns of a GEMM's product is the product of slices."""
+    """The product of slices that equals a slice of rows or columns of a GEMM's product."""
     source = node.args[0]
     found = _producers(source, layout_of(value(source).shape), node)
     product = found.products[0]
@@ -328,7 +329,7 @@ def _side_by_side(editor: Editor, products: Sequence[_Product]) -> tuple[Operand
 
 
 def _part_operands(editor: Editor, product: _Product) -> tuple[Operand, Operand]:
-    """The operands of the part of the product that is reduced."""
+    """The operands of the reduced part of the product."""
     gemm = product.gemm
     operands = [operand_of(editor, gemm, side) for side in ("left", "right")]
     for part in reversed(product.cuts):
@@ -356,7 +357,7 @@ def _rearranged(editor: Editor, gemm: Gemm, operand: Operand, rows: Atoms, order
 def _whole_bias(
     editor: Editor, reduction: _Reduction, products: Sequence[_Product]
 ) -> tuple[Node, str]:
-    """The collective's result on the biases that each rank adds before it."""
+    """The result of the collective on the biases that each rank adds before it."""
     partial = [product.gemm.bias for product in products if product.gemm.bias is not None]
     replicated = [_replicated_part(bias, reduction.world_size) for bias in partial]
     known = reduction.kind == "sum" and None not in replicated
@@ -398,7 +399,7 @@ class _BiasAdd:
 
 
 def _bias_behind(reduction: _Reduction, columns: Atoms) -> _BiasAdd | None:
-    """The addition of a bias [N] to the reduced product, if nothing else reads that."""
+    """The addition of a bias [N] to the reduced product, if nothing else reads the product."""
     if len(reduction.waits) != 1 or len(reduction.node.users) != 1:
         return None
     node, layout = reduction.waits[0], reduction.result

@@ -22,15 +22,16 @@ _kept: dict[str, list[FusionRow]] = {}
 
 
 class FusionRow(TypedDict):
-    """A collective of a compiled graph, and what became of it.
+    """A collective of a compiled graph, and its op or the reason for none.
 
     ``graph``: the graph's number in the report, from 0. ``direction``: ``forward`` (inference, too) or ``backward``.
     ``collective``: ``all_reduce``, ``reduce_scatter``, ``all_gather``, or another functional collective's name. ``node``: its
     name in the graph. ``shape``: of this rank's input, each size as text, since it may be symbolic. ``dtype``, ``group`` (its
     name), ``world_size``. ``op``: ``gemm_allreduce``, ``gemm_reducescatter``, ``gemm_allreduce_rmsnorm``, ``allreduce_rmsnorm``,
-    ``allgather_gemm`` or ``allgather_gemm.weights`` where it is fused, else empty. ``gemms``: how many GEMMs are. ``missed``: whether it is not fused although its neighbour is
-    a GEMM. ``why``: why it is not fused; empty where it is. ``note``: what else to know. ``module``: the module's path in the
-    model, and ``source``: ``file:line: code`` in it; both of forward, for backward too, and empty where the compiler knows none.
+    ``allgather_gemm`` or ``allgather_gemm.weights`` if it is fused, else empty. ``gemms``: the number of fused GEMMs.
+    ``missed``: whether it is not fused although its neighbour is a GEMM. ``why``: why it is not fused; empty if it is.
+    ``note``: further remarks. ``module``: the module's path in the model, and ``source``: ``file:line: code`` in it; both
+    are forward's, for backward too, and empty if the compiler knows none.
     """
 
     graph: int
@@ -113,7 +114,7 @@ def _cached() -> Iterable[tuple[str, list[FusionRow]]]:
 
 
 def report(clear: bool) -> FusionReport:
-    """All graphs' rows, each graph once however often it was compiled; ``clear``: and forgets them."""
+    """All graphs' rows, each graph once even if it was compiled several times; with ``clear`` it then forgets them."""
     _kept.update(dict(_cached()))
     rows = FusionReport(
         {**row, "graph": number} for number, graph in enumerate(_kept.values()) for row in graph

@@ -1,4 +1,4 @@
-"""All that is made of a tensor that a collective has gathered, by rearranging it, and the GEMMs that read that."""
+"""All rearrangements of a gathered tensor, and the GEMMs that read them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from overlap_torch._inductor.products import Gemm, gemm_of, other_product
 
 @dataclass(frozen=True)
 class Reached:
-    """A rearrangement of the gathered tensor, maybe cast. ``bits``: the dtype as which others of its size are read."""
+    """A rearrangement of the gathered tensor, maybe cast. ``bits``: the dtype with which its elements are reinterpreted."""
 
     node: Node
     layout: Layout
@@ -41,19 +41,19 @@ class Reached:
 
 @dataclass(frozen=True)
 class Reader:
-    """A GEMM that reads it: ``rows`` and ``inner`` are the atoms of the dim that is kept and of the one that is summed."""
+    """A GEMM that reads it. ``rows`` are the atoms of the dim that is kept, ``inner`` those of the summed dim."""
 
     gemm: Gemm
     side: str  # "left" or "right": which operand
     at: Reached  # the rearrangement from which it is read
     rows: Layout  # the dims that become the GEMM's rows (on the right: its columns)
     inner: Atoms
-    replayed: tuple[Node, ...] = ()  # what is between: slices, and what follows them
+    replayed: tuple[Node, ...] = ()  # the nodes between: slices, and the nodes after them
 
 
 @dataclass
 class Walk:
-    """All that is made of a gathered tensor by rearranging it."""
+    """All rearrangements of a gathered tensor."""
 
     reached: dict[Node, Reached] = field(default_factory=dict)
     # The nodes within a Recat, by its result.
@@ -72,7 +72,7 @@ class Walk:
 
 
 def walk_from(collectives: Sequence[Node], layout: Layout) -> Walk:
-    """All that is made of these collectives' result, which has this layout."""
+    """All rearrangements of these collectives' result, which has this layout."""
     waits = [user for node in collectives for user in node.users if user.target is WAIT]
     waiting = [*collectives, *waits]
     walk = Walk({root: Reached(root, layout) for root in waiting})
@@ -92,7 +92,7 @@ def walk_from(collectives: Sequence[Node], layout: Layout) -> Walk:
 
 
 def _step(at: Reached, user: Node) -> tuple[Reached | None, Sequence[Node]]:
-    """The place reached through a user, if that is a rearrangement; and the nodes on the way there."""
+    """The rearrangement reached through a user, if it is one, and the nodes on the way there."""
     if user.target in (aten.split.Tensor, aten.split_with_sizes.default):
         recat = _recat_behind(user)
         layout = None if recat is None else after_recat(recat, at.layout)
@@ -111,7 +111,7 @@ def _step(at: Reached, user: Node) -> tuple[Reached | None, Sequence[Node]]:
 
 
 def _recast(at: Reached, node: Node) -> Reached | None:
-    """The place reached through a cast, a copy or a view of another dtype; None where the op cannot gather that."""
+    """The rearrangement reached through a cast, a copy or a view of another dtype; None if the op cannot gather it."""
     dtype = value(node).dtype
     if dtype == value(node.args[0]).dtype:
         return replace(at, node=node)
@@ -130,8 +130,8 @@ def _recat_behind(split: Node) -> Recat | None:
 
 
 def unfollowed(walk: Walk) -> Iterator[tuple[Node, Node, bool]]:
-    """Products that read the gathered tensor through nodes which only move data but are no rearrangements that ops have: the
-    product, the first such node, and whether it is read there as the second operand."""
+    """Products that read the gathered tensor through nodes that only move data, but in ways that no op has. Each has the
+    product, the first such node, and whether the product reads it as the second operand."""
     for first in walk.others:
         waiting, seen = [first] if only_moves(first) else [], {first}
         while waiting:
@@ -149,7 +149,8 @@ def unfollowed(walk: Walk) -> Iterator[tuple[Node, Node, bool]]:
 
 
 def _read(walk: Walk, at: Reached, node: Node, user: Node, replayed: tuple[Node, ...]) -> bool:
-    """Notes GEMMs that read ``node``, which ``replayed`` makes of what was reached; False if this user is none."""
+    """Notes GEMMs that read ``node``, which ``replayed`` computes from the reached rearrangement; False if this user is no
+    GEMM."""
     why = other_product(user)
     if why is not None:
         walk.refused.append(NotFused(why))
@@ -187,7 +188,7 @@ def _read(walk: Walk, at: Reached, node: Node, user: Node, replayed: tuple[Node,
 
 
 def _keeps_last_dim(node: Node, user: Node, started: bool) -> bool:
-    """True if it takes a part of the rows, or rearranges them after such a node, and leaves the last dim as it is."""
+    """True if the node takes a part of the rows, or rearranges them after such a node, without changing the last dim."""
     if not user.args or user.args[0] is not node or value(node).dim() < 2:
         return False
     count = value(node).dim()

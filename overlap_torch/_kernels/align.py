@@ -1,8 +1,9 @@
 """The source of a Triton kernel, changed so that it takes its tiles by a job's table and signals or awaits their chunks.
 
-:func:`align` finds where the kernel turns its program's number into a tile: everywhere, with one tile a program, or in the loop
-of a persistent kernel. The number that it uses from there on comes from the table; all arithmetic stays as it was, whatever order
-of tiles it makes. :mod:`overlap_torch._kernels.probe` then finds by a run of the addresses which tile a number stands for.
+:func:`align` finds where the kernel turns its program's number into a tile: everywhere, with one tile a program, or in the
+loop of a persistent kernel. From there on the number comes from the table. The kernel's arithmetic, and so its order of
+tiles, stays as it was. :mod:`overlap_torch._kernels.probe` then runs the address computation to find the tile of each
+number.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from overlap_torch._kernels.follow import Followed, Source, Unfollowed, function
 class Alignment:
     """A kernel's source before and after.
 
-    ``tables`` are the names of the parameters that come first: order, chunks, and counters or flags. ``never`` are the parameters
-    that must be false, with their lines. ``ot`` is :mod:`overlap_torch.triton`.
+    ``tables`` are the names of the first parameters: order, chunks, and counters or flags. ``never`` are the parameters
+    that must be false, with their lines. ``ot`` is the name of :mod:`overlap_torch.triton`.
     """
 
     before: Source
@@ -42,7 +43,7 @@ class Alignment:
 
 
 def by_hand(input: str | None) -> str:
-    """The lines that a person writes in place of the pass, for messages."""
+    """The lines that a person would write instead of the pass, for messages."""
     last = "ot.signal(counters, tl.load(tile_chunk + tile))   # after the tile's last store"
     if input is not None:
         last = (
@@ -185,7 +186,7 @@ class _Pass:
         )
 
     def _look_into_functions(self) -> None:
-        """No function that the kernel calls may ask for the program's number."""
+        """Checks that no function that the kernel calls reads the program's number."""
         seen: set[object] = set()
 
         def look(source: Source, call: ast.AST | None) -> None:
@@ -274,7 +275,7 @@ class _Pass:
             return None
         for call in self._numbers():
             if self._axis(call):
-                self._refuse(call, "a loop over tiles beside another axis of the grid")
+                self._refuse(call, "there is a loop over tiles, and the grid has another axis")
         if fors:
             self._for(fors[0], raw)
             return fors[0]
@@ -282,7 +283,7 @@ class _Pass:
         return whiles[0][0]
 
     def _begins_at(self, node: ast.For, raw: set[str]) -> bool:
-        """The answer is yes for ``for tile in range(pid, tiles, programs)``."""
+        """True for ``for tile in range(pid, tiles, programs)``."""
         call = node.iter
         if (
             not isinstance(call, ast.Call)
@@ -314,7 +315,7 @@ class _Pass:
         name, step = loop.target.id, ast.dump(loop.iter.args[2])
         self._insert_first(loop, f"{self.tile} = {self.ot}.tile({self.tables[0]}, {name})")
         self._insert_first(loop, f"{name} = {self.tile}")
-        # A second count beside the loop's: begun one step before the program's number, and increased by a step a turn.
+        # A second counter beside the loop's: it begins one step before the program's number, and grows by one step a turn.
         trailing = {
             node.targets[0].id
             for node in statements(self.tree.body)
@@ -342,7 +343,7 @@ class _Pass:
             self.edits.replace(node, self.tile)
 
     def _reads(self, body: list[ast.stmt], names: set[str]) -> list[ast.Name]:
-        """The places that read one of the names, but to increase it."""
+        """The places that read one of the names, except to increase it."""
         return [
             node
             for statement in statements(body)
@@ -353,7 +354,8 @@ class _Pass:
         ]
 
     def _keywords(self, loop: ast.For) -> None:
-        """Flattens no loop, as Triton pipelines none that has a barrier in it, and loads would come before their wait."""
+        """Unflattens loops: Triton does not pipeline a flattened loop with a barrier, and its loads would come before their
+        wait."""
         for keyword in loop.iter.keywords:
             value = keyword.value
             if keyword.arg == "flatten":
@@ -391,7 +393,7 @@ class _Pass:
         documented = scope is self.tree and ast.get_docstring(scope) is not None
         first = scope.body[1 if documented and len(scope.body) > 1 else 0]
         if first.lineno == scope.lineno:
-            self._refuse(first, "the body stands on the line of its loop")
+            self._refuse(first, "the loop's body is on the loop's own line")
         self.edits.line_before(first, text)
 
     def _last(self, scope: ast.FunctionDef | ast.For | ast.While, followed: Followed) -> ast.stmt:

@@ -1,4 +1,4 @@
-"""Kernels that were aligned by their source: their launches in jobs, which are proven by a probe once."""
+"""Kernels whose source was aligned, and their launches in jobs; a probe proves each kind of launch once."""
 
 from __future__ import annotations
 import __future__
@@ -23,7 +23,7 @@ from overlap_torch._kernels.follow import Source, Unfollowed, function_of
 from overlap_torch._kernels.job import Job, entered
 from overlap_torch._kernels.proof import Mismatch, Run, prove
 
-_SCRATCH = 72  # counters or flags of a run that only takes time; what csrc/binding/kernels/kernel_job.h has
+_SCRATCH = 72  # counters or flags of a timed run, as in csrc/binding/kernels/kernel_job.h
 _PLAIN = frozenset([int, float, bool, str, type(None)])
 _numbers = itertools.count()
 
@@ -31,7 +31,7 @@ _numbers = itertools.count()
 class Aligned:
     """A kernel that takes its tiles from the job in whose ``with`` it is launched; see :func:`overlap_torch.triton.aligned`.
 
-    Outside of a job, and in one that wants no signals, it is the kernel as it was.
+    Outside a job, and in a job without signals, it runs the stock kernel.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class _Tuner(Autotuner):
 
 
 class _Recorder:
-    """In place of a kernel: what it would be launched with."""
+    """Takes a kernel's place and records the arguments of its launch."""
 
     def __init__(self, names: list[str]) -> None:
         self.fn, self._names = self, names
@@ -300,7 +300,7 @@ def _configs(kernel: object) -> list[object]:
 
 
 def _chain(kernel: object, inner: object, configs: list[object] | None) -> object:
-    """The decorators above a kernel, above another one, with some of the configurations."""
+    """The kernel's decorators, put above another kernel, with some of the configurations."""
     if not isinstance(kernel, Autotuner | Heuristics):
         return inner
     made = copy.copy(kernel)
@@ -312,7 +312,7 @@ def _chain(kernel: object, inner: object, configs: list[object] | None) -> objec
 
 
 def _key(value: object) -> object:
-    """A launch's argument as far as addresses depend on it."""
+    """The part of a launch's argument on which addresses depend."""
     if isinstance(value, torch.Tensor) or hasattr(value, "data_ptr"):
         return None
     if isinstance(value, tl.constexpr):
@@ -325,7 +325,7 @@ def _key(value: object) -> object:
 
 
 def _jit(kernel: object, function: types.FunctionType, inserted: int) -> object:
-    """As the kernel was decorated, with so many parameters more, which come first."""
+    """Decorates as the kernel was, with this number of additional first parameters."""
     names = (
         "version",
         "do_not_specialize",
@@ -345,11 +345,11 @@ def _jit(kernel: object, function: types.FunctionType, inserted: int) -> object:
 
 
 def _compiled(source: Source, like: types.FunctionType) -> types.FunctionType:
-    """The function of a source, which ``inspect`` finds again."""
+    """The function compiled from a source that ``inspect`` can find."""
     file = f"<aligned {source.name} {next(_numbers)}>"
     linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
     flags = like.__code__.co_flags & __future__.annotations.compiler_flag
-    # Names as they are now: those that were defined below the kernel, too.
+    # Names are looked up now, so those defined below the kernel are found, too.
     names = {
         **source.names,
         **{name: one for name, one in like.__globals__.items() if name not in source.names},

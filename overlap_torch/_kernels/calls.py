@@ -22,7 +22,8 @@ _OPS = {
     "reduce_scatter": Op.GEMM_REDUCESCATTER,
     "all_to_all": Op.GEMM_ALLTOALL,
 }
-# By what is called, whose arguments are looked at once; graphs may hold the tables' addresses, so that they are never dropped.
+# The key is the call, so that its arguments are checked once. Graphs may hold the tables' addresses, so entries are never
+# dropped.
 _prepared: dict[tuple, Prepared] = {}
 
 
@@ -59,10 +60,10 @@ def produce(
             kernel[(job.tiles,)](a, b, job.output, job.tile_order, job.tile_chunk, job.counters, ...)
         y = job.result()                                   # all_reduce of what the kernel stored
 
-    The kernel takes the tiles that ``job.tile_order`` names and says of each that it is stored; see
+    The kernel takes its tiles in the order of ``job.tile_order`` and signals each one after it is stored; see
     :mod:`overlap_torch.triton`, ``overlap/signal.cuh`` and docs/kernels.md. Its launch must be the only work inside the
     ``with``; no op of this package may be called there. All ranks make the same calls in the same order, with the same
-    arguments, but that an all-to-all's rows differ.
+    arguments; only an all-to-all's rows may differ.
 
     Args:
         collective: ``"all_reduce"``, ``"reduce_scatter"`` (of the rows, equal parts) or ``"all_to_all"`` (rows to the ranks
@@ -71,28 +72,30 @@ def produce(
             the number of ranks.
         dtype: of the output: bfloat16, float16, float32 or float64.
         tile: (rows, columns) of a tile, in elements. Tiles begin at row and column 0; the last ones may be partly outside.
-        chunks: how many pieces are communicated one by one, 1 to 64, or as many as there are rows of tiles (of one rank's
-            part) where that is less; of an all-to-all, pieces of what each pair exchanges, 1 to 63. None: what the planner expects to
-            take the least time beside a kernel of ``kernel_us``; without that, and of an all-to-all, 4.
+        chunks: the number of pieces that are communicated one by one, 1 to 64, at most the number of rows of tiles (of one
+            rank's part). For an all-to-all: pieces of what each pair exchanges, 1 to 63. None: the number that the planner
+            expects to take the least time beside a kernel of ``kernel_us``; without ``kernel_us``, and for an all-to-all,
+            4.
         tile_order: the kernel's own order, by name or as a function: ``"row_major"`` (along N), ``"column_major"`` (along M),
             ``"grouped"`` (8 rows at a time, as in Triton's tutorial), ``"swizzled"`` (8 columns at a time), or a function of the
             numbers of rows and columns of tiles that returns all tiles as row * columns + column. ``job.tile_order`` keeps it
             within each chunk, and takes the chunks one after the other.
-        plan: in place of ``chunks``: a plan of this shape, with row panels, packed, direct, sequential or by a program, of the
+        plan: instead of ``chunks``, a plan of this shape: row panels, packed, direct, sequential, or a program, with the
             kernel ``library`` and this tile. A ring over peers needs this package's GEMMs.
-        kernel_us: the kernel's time in microseconds, by itself and on all SMs, the same number on all ranks; or a function that
-            launches the kernel without a job, which is called a few times now, timed, and averaged over the ranks; make that
-            function once, for another one is timed again. The planner weighs chunks and ways to communicate them with it,
-            by what the job's steps are expected to take on the measured link; one chunk stays where several are not
-            expected to gain clearly, as on CPU.
-        send_rows, recv_rows: of an all-to-all: how many rows of the output go to each rank, in their order, and come from it.
+        kernel_us: the kernel's time in microseconds, without communication and on all SMs, the same number on all ranks. Or
+            a function that launches the kernel without a job: it is called a few times now, timed, and averaged over the
+            ranks. Make that function only once, because each new function is timed again. With this time the planner
+            chooses the number of chunks and the transport, by the expected time of the job's steps on the measured link. It
+            keeps one chunk unless several are expected to gain clearly; on CPU they are not.
+        send_rows, recv_rows: for an all-to-all, the number of the output's rows that go to each rank, in rank order, and
+            that come from it.
         operands: tensors that the kernel reads, to be checked for gradients; see Raises.
-        signals: False: any work that stores ``job.output``, row-major, and neither signals nor takes tiles by a table, such as
-            ``torch.mm(a, b, out=job.output)``. Parts of ``job.output`` lie in the memory of the ranks that own them, so that the
-            stores are what travels; the owner adds them up (the collective ``stripes``). ``all_reduce`` and ``reduce_scatter``,
-            without ``chunks``, ``plan`` and ``kernel_us``; on CUDA between ranks that map each other's memory, of parts of
-            at least 2 MiB, a page of a GPU's memory.
-        resources: what the kernel leaves to communication; None: as the innermost :func:`overlap_torch.resources` says.
+        signals: False takes any work that stores ``job.output``, row-major, without signals or a table of tiles, such as
+            ``torch.mm(a, b, out=job.output)``. Parts of ``job.output`` are in the memory of the ranks that own them, so the
+            stores themselves travel; the owner adds them up (the collective ``stripes``). It is for ``all_reduce`` and
+            ``reduce_scatter``, without ``chunks``, ``plan`` and ``kernel_us``. On CUDA the ranks must map each other's
+            memory, and each part must have at least 2 MiB, a page of a GPU's memory.
+        resources: what the kernel leaves to communication; None: the innermost :func:`overlap_torch.resources`.
         device: None: the current CUDA device under an NCCL group, else the CPU.
         group: as in :func:`overlap_torch.gemm_allreduce`.
 
@@ -105,9 +108,9 @@ def produce(
     Raises:
         ValueError: arguments that are not allowed, as the message says.
         NotImplementedError: an operand requires grad, and grad mode is on: the gradient would be lost.
-        RuntimeError: the kernel signalled a tile twice or never: on CPU, and everywhere under ``OVERLAP_DEBUG=1``, when the
-            ``with`` ends; on CUDA otherwise when the wait's deadline passes. A rank that left its ``with`` by an exception, which
-            all other ranks are told: nothing is communicated. On CUDA the group is of no use afterwards.
+        RuntimeError: the kernel signalled a tile twice or never. On CPU, and everywhere with ``OVERLAP_DEBUG=1``, the end
+            of the ``with`` raises; otherwise on CUDA the wait's deadline does. Or a rank left its ``with`` by an exception:
+            then all other ranks raise, too, and nothing is communicated. On CUDA the group cannot be used afterwards.
     """
     name = group_name(group)
     resources = _resources_of(resources, plan)
@@ -171,8 +174,8 @@ def _produce_request(
         )
     if not signals and (to_all or (chunks, plan, kernel_us) != (None, None, None)):
         raise ValueError(
-            f"{what}: signals is False, allowed is that of all_reduce and reduce_scatter without chunks, plan and kernel_us, "
-            "which a kernel that does not signal cannot have: leave them out, or let the kernel signal"
+            f"{what}: signals is False, allowed is that for all_reduce and reduce_scatter, without chunks, plan and kernel_us: "
+            "leave these out, or let the kernel signal"
         )
     problem = Problem(0 if to_all else rows, columns, 1, dtype, world, op)
     return Request(
@@ -215,16 +218,18 @@ def consume(
     The kernel takes the tiles of its result [world * rows, N] in the order of ``job.tile_order``, this rank's own rows first, and
     waits for each tile's chunk before it reads rows of it.
 
-    A kernel that waits holds its SMs, and what it waits for may need some: with ``resources`` that leave SMs free it begins at
-    once, and must not hold the others (a persistent kernel of ``job.programs`` programs, or a green context). Without, it
-    begins when everything has arrived: right, but nothing overlaps. docs/kernels.md has a picture of the deadlock.
+    A kernel that waits holds its SMs, and the communication that it waits for may need some. With ``resources`` that leave
+    SMs free it begins at once, and must not use those SMs: launch a persistent kernel of ``job.programs`` programs, or use
+    a green context. Without ``resources`` it begins when everything has arrived: the result is right, but nothing overlaps.
+    docs/kernels.md has a picture of the deadlock.
 
     Args:
         collective: ``"all_gather"``.
-        input: [rows, K], this rank's rows; as many on every rank.
-        columns: N of the kernel's result, which says how many tiles a row of tiles has.
+        input: [rows, K], this rank's rows; the same number on every rank.
+        columns: N of the kernel's result, which gives the number of tiles in a row of tiles.
         tile: (rows, columns) of a tile of the result, in elements.
-        chunks: how many pieces of each rank's rows travel one by one, 1 to 64, or as many as its rows of tiles if those are less.
+        chunks: the number of pieces of each rank's rows that travel one by one, 1 to 64, at most the number of its rows of
+            tiles.
             None: as in :func:`produce`.
         tile_order, plan, kernel_us, resources, group: as in :func:`produce`. A plan is of ``allgather_gemm``.
 
@@ -234,7 +239,7 @@ def consume(
     Raises:
         ValueError: arguments that are not allowed, as the message says.
         NotImplementedError: ``input`` requires grad, and grad mode is on.
-        RuntimeError: as :func:`produce`. An exception inside the ``with`` is this rank's own affair: others have its rows.
+        RuntimeError: as :func:`produce`. An exception inside the ``with`` affects only this rank: the others have its rows.
     """
     if collective != "all_gather":
         raise ValueError(
@@ -280,12 +285,12 @@ def _code(plan: Plan | None) -> tuple[int, ...] | None:
 
 
 def _current_device() -> int:
-    """The one that is meant where no device or no index is given, of a key."""
+    """The device for a cache key, if the caller gave no device or no index."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
 
 def _resources_of(resources: KernelResources | None, plan: Plan | None) -> KernelResources:
-    """The resources of the plan, if it names any, go before those that were asked for."""
+    """The plan's resources, if it names any, override those that the caller asked for."""
     resources = _resources.current() if resources is None else resources
     if plan is None or not plan.resources.comm_sms:
         return resources

@@ -30,7 +30,7 @@ _STORING = ("store",)
 
 
 class Unfollowed(Exception):
-    """Something at a line of a source that the pass cannot follow."""
+    """The pass cannot follow something at a line of a source."""
 
     def __init__(self, source: Source, node: ast.AST, why: str) -> None:
         super().__init__(f"{source.file}:{source.line_of(node)}: {why}")
@@ -38,7 +38,7 @@ class Unfollowed(Exception):
 
 @dataclass
 class Source:
-    """A function's text from its ``def`` on, and what its names mean outside of it.
+    """A function's text from its ``def`` on, and the meaning of its global names.
 
     ``lines`` has for each line of the text the line of the file.
     """
@@ -51,12 +51,12 @@ class Source:
 
     @classmethod
     def of(cls, function: types.FunctionType) -> Source:
-        """Raises ValueError if there is no source, as of a function that was typed into an interpreter."""
+        """Raises ValueError if there is no source, for example if the function was typed into an interpreter."""
         try:
             lines, first = inspect.getsourcelines(function)
         except OSError:
             raise ValueError(
-                f"overlap_torch.triton.aligned: the source of {function.__name__} is not to be had; write the kernel in a file"
+                f"overlap_torch.triton.aligned: the source of {function.__name__} is not available; write the kernel in a file"
             ) from None
         begin = ast.parse(textwrap.dedent("".join(lines))).body[0].lineno - 1
         closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -90,7 +90,7 @@ class Source:
         return self.lines[node.lineno - 1]
 
     def meaning(self, node: ast.AST) -> object:
-        """The object of outside that a name or an attribute is, or None."""
+        """The global object that a name or an attribute refers to, or None."""
         if isinstance(node, ast.Name):
             if node.id in self.locals:
                 return None
@@ -111,13 +111,13 @@ class Source:
 
 
 def function_of(kernel: object) -> types.FunctionType | None:
-    """The Python function of a ``@triton.jit`` one, or None of anything else."""
+    """The Python function below ``@triton.jit``, or None for anything else."""
     function = getattr(kernel, "fn", None)
     return function if inspect.isfunction(function) else None
 
 
 def among(one: object, group: Iterable[object]) -> bool:
-    """By identity, as values of Triton's compare in ways of their own."""
+    """True if the object is in the list, by identity, because Triton's values overload comparison."""
     return any(one is other for other in group)
 
 
@@ -142,8 +142,8 @@ def bound(source: Source, call: ast.Call, callee: Source) -> dict[str, ast.expr]
 class Followed:
     """Where a function stores and loads through some of its arguments.
 
-    ``stores`` and ``loads`` are calls: of ``tl.store`` and ``tl.load``, of methods of a descriptor, and of functions that do
-    so, which ``helpers`` has by the call's node.
+    ``stores`` and ``loads`` are calls of ``tl.store`` and ``tl.load``, of methods of a descriptor, and of functions that
+    store or load. ``helpers`` has these functions by the call's node.
     """
 
     source: Source
@@ -157,7 +157,7 @@ class Followed:
     returns: bool = False
 
     def __post_init__(self) -> None:
-        # For each name that has been assigned: True if it points to the argument, None if that depends on the way.
+        # For each assigned name: True if it points to the argument, None if that depends on the branch taken.
         self._state: dict[str, bool | None] = dict.fromkeys(self.parameters, True)
         self._walk(self.source.tree.body)
 
@@ -175,7 +175,7 @@ class Followed:
             self._branches(node.body, node.orelse)
         elif isinstance(node, ast.For | ast.While):
             self._points(node.iter if isinstance(node, ast.For) else node.test)
-            for _ in range(2):  # the second time with what the first has assigned
+            for _ in range(2):  # the second time with the first time's assignments
                 self._branches(node.body, [])
             self._walk(node.orelse)
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):

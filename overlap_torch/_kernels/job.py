@@ -36,17 +36,17 @@ class Job:
     The kernel is launched with these tensors. All except the first two are int32, on the device.
 
     Attributes:
-        output: ``produce``: [rows, N], where the kernel stores its product, row-major; not the result, and the group's memory
-            after the ``with``.
+        output: ``produce``: [rows, N], where the kernel stores its product, row-major. It is not the result, and after the
+            ``with`` it belongs to the group.
         gathered: ``consume``: [world * rows, K], all ranks' rows; the kernel may read a tile's rows when the tile's
             chunk has arrived.
         tile_order: the tiles in the order in which to take them, each as row * columns + column of the grid of tiles.
-        tile_chunk: for each tile the chunk that it is counted for, or that it awaits.
+        tile_chunk: for each tile the chunk that counts it (``produce``), or that it waits for (``consume``).
         counters: ``produce``: the counters to signal, zero at first.
         arrived: ``consume``: the flags to wait for.
-        tiles: how many tiles there are; rows of tiles times ``columns``.
-        programs: how many programs a persistent kernel launches: the SMs that it does not leave to communication, times the
-            blocks of an SM where ``resources`` say how many.
+        tiles: the number of tiles.
+        programs: the number of programs that a persistent kernel launches: the SMs that it does not leave to communication,
+            times the blocks of an SM if ``resources`` set that number.
         plan: the :class:`overlap_torch.Plan` of its communication.
     """
 
@@ -125,8 +125,8 @@ class Job:
     def result(self) -> torch.Tensor:
         """The communicated product (``produce``), or the gathered rows (``consume``); the same tensor each time.
 
-        The caller's stream continues after it, as after any op. A kernel that never signals a tile makes the wait for its chunk
-        pass the group's deadline: :func:`overlap_torch.check`, or the next op, raises then.
+        The caller's stream continues after the communication, as after any op. If the kernel never signals a tile, the wait
+        for its chunk passes the group's deadline; then :func:`overlap_torch.check`, or the next op, raises.
 
         Raises:
             RuntimeError: the ``with`` has not ended, or was left by an exception.
@@ -137,13 +137,13 @@ class Job:
         return self._result
 
     def smem_pad_bytes(self, shared_bytes: int) -> int:
-        """Shared memory to add to each block of a CUDA kernel: the plan's, or what ``resources(by="padding")`` come to.
+        """Shared memory to add to each block of a CUDA kernel: the plan's, or that of ``resources(by="padding")``.
 
         Args:
             shared_bytes: the shared memory of a block without padding, static and dynamic together.
 
         Raises:
-            ValueError: as many blocks as ``ctas_per_sm`` have no room on an SM.
+            ValueError: an SM has no room for ``ctas_per_sm`` blocks.
         """
         if self.plan.resources.smem_pad_bytes:
             return self.plan.resources.smem_pad_bytes

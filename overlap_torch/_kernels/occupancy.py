@@ -1,4 +1,4 @@
-"""How much shared memory a kernel's blocks take, so that an SM holds no more of them than it is to. Knows no torch."""
+"""The shared memory to add to a kernel's blocks, so that an SM holds only a given number of them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def smem_pad_bytes(shared_bytes: int, ctas_per_sm: int, sm_bytes: int) -> int:
         return 0
     if ctas_per_sm * least > sm_bytes:
         raise ValueError(
-            f"ctas_per_sm is {ctas_per_sm}: no padding leaves room for so many blocks of {shared_bytes} bytes, and not for "
-            f"{ctas_per_sm + 1}, on an SM with {sm_bytes} bytes; take fewer"
+            f"ctas_per_sm is {ctas_per_sm}: no padding leaves room for exactly {ctas_per_sm} blocks of {shared_bytes} bytes on "
+            f"an SM with {sm_bytes} bytes; take fewer"
         )
     return least - _RESERVED_BYTES - shared_bytes

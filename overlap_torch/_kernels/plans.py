@@ -15,8 +15,8 @@ from overlap_torch._plan import (
 from overlap_torch.plan.templates import make_all_to_all, row_panels
 
 _DEFAULT_CHUNKS = 4
-# NCCL's CTAs beside a kernel of which no time is known: those that its all-reduce nearly needs for full speed, and those that
-# fill a link.
+# NCCL's CTAs beside a kernel of unknown time: the number with which its all-reduce is nearly at full speed, and the number
+# that fills a link.
 _REDUCING_CTAS = 16
 _MOVING_CTAS = 8
 
@@ -30,8 +30,8 @@ def make_plan(
     comm_sms: int,
     on_cpu: bool,
 ) -> Plan:
-    """Row panels. If the kernel's time is known, the planner says how many and how they travel;
-    else they are of about equal height. An all-to-all has one chunk, as its rows differ by rank.
+    """Row panels. If the kernel's time is known, the planner chooses their number and transport. Else they have about equal
+    heights. An all-to-all has one chunk, because its rows differ by rank.
     """
     to_all = problem.op == Op.GEMM_ALLTOALL
     if kernel_us is not None and machine is not None and not to_all:

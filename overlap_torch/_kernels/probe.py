@@ -1,7 +1,7 @@
-"""A probe of an aligned kernel: the same addresses without the arithmetic. In place of values it stores the tile's number.
+"""A probe of an aligned kernel: it computes the same addresses without the values, and stores the tile's number instead.
 
-So it tells, by the kernel's own arithmetic, which tile each program stores, whether that is one whole tile of the job's, that it
-signals once, and which rows of an input it loads. The loads and sums that only values need are left out.
+So it shows, by the kernel's own arithmetic, which tile each program stores, whether that is one whole tile of the job, how
+often it signals, and which rows of an input it loads. It leaves out loads and sums that only values need.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TILE = "_probe_tile"  # in functions that the kernel calls
 
 @triton.jit
 def take(tile_order, index, tiles):
-    """As ``ot.tile``; numbers without a tile stay as they are, and the probe says so."""
+    """As ``ot.tile``, except that numbers without a tile stay as they are; the probe reports them."""
     return tl.load(tile_order + index, mask=index < tiles, other=index)
 
 
@@ -58,7 +58,7 @@ def _note_rows(rows, tile, first, last):
 
 @triton.jit
 def load(pointers, mask, base, columns, rows, tile, tiles):
-    """A load through pointers to the input, whose rows have so many columns."""
+    """A load through pointers to the input, whose rows have ``columns`` columns."""
     bytes = base.dtype.element_ty.primitive_bitwidth // 8
     offset = (pointers.to(tl.int64) - base.to(tl.int64)) // bytes // columns
     loaded = tl.zeros((1,), tl.int1) | mask
@@ -107,7 +107,7 @@ def probe(alignment: Alignment) -> Probe:
 
 
 class _Slice:
-    """The statements of a function that its stores' addresses need, and the stores, signals and loads in their other forms."""
+    """The statements of a function that its stores' addresses need, with the probe's forms of stores, signals and loads."""
 
     def __init__(
         self, source: Source, alignment: Alignment, tile: str, name: str, pointers: dict[str, frozenset[str]] | None = None
@@ -189,7 +189,7 @@ class _Slice:
         return _expression("_probe_load", pointer, mask, _name(_INPUT), _name(_COLUMNS), *end)
 
     def _helper(self, call: ast.Call, function: object) -> ast.stmt:
-        """A call of the function's own slice, with what that needs."""
+        """A call of the called function's slice, with the arguments that the slice needs."""
         callee = Source.of(function)
         given = bound(self.source, call, callee)
         pointers = {
@@ -223,7 +223,7 @@ class _Slice:
         }
 
     def _close(self, body: list[ast.stmt]) -> None:
-        """Keeps what is needed, until no more is."""
+        """Keeps statements that kept statements need, until there are no more."""
         before = None
         while before != (before := (len(self.needed), len(self._kept))):
             self._mark(body)
@@ -255,7 +255,7 @@ class _Slice:
         return any_kept
 
     def _check(self, body: list[ast.stmt]) -> None:
-        """Nothing that is kept may come from memory."""
+        """Checks that no kept value comes from memory."""
         for statement in statements(body):
             checked = [*self._forms.get(id(statement), [])]
             if id(statement) in self._kept:
@@ -287,7 +287,7 @@ class _Slice:
 
 
 def _remembers(source: Source, call: ast.Call) -> bool:
-    """Tells if the call reads memory."""
+    """True if the call reads memory."""
     meaning = source.meaning(call.func)
     if isinstance(call.func, ast.Attribute) and meaning is None:
         return call.func.attr in ("load", "gather") or call.func.attr.startswith("atomic")
@@ -300,7 +300,7 @@ def _remembers(source: Source, call: ast.Call) -> bool:
 
 
 class _OwnCalls(ast.NodeTransformer):
-    """``ot.tile`` in its other form."""
+    """Replaces ``ot.tile`` by the probe's form."""
 
     def __init__(self, source: Source, ot: types.ModuleType) -> None:
         self._source, self._ot = source, ot

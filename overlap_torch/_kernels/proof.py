@@ -11,7 +11,7 @@ from overlap_torch._kernels.job import Job
 
 
 class Mismatch(Exception):
-    """The kernel computes other tiles than the job has, or signals otherwise."""
+    """The kernel's tiles are not the job's tiles, or its signals are wrong."""
 
 
 @dataclass
@@ -42,10 +42,10 @@ class Run:
 def prove(
     job: Job, run: Run, output: torch.Tensor, input: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order of the kernel's numbers, and the chunk of each, as tables for the launch.
+    """The order of the kernel's tile numbers, and the chunk of each, as tables for the launch.
 
     Raises:
-        Mismatch: each number must store one whole tile of the job's and signal it once, and load its rows only.
+        Mismatch: a number does not store one whole tile of the job, does not signal it once, or loads other tiles' rows.
     """
     if not output.is_contiguous():
         raise Mismatch(f"the output has strides {output.stride()}, but must be contiguous")
@@ -84,7 +84,7 @@ def prove(
 
 
 def _numbers(owner: torch.Tensor, tile: tuple[int, int], tiles: int) -> torch.Tensor:
-    """For each tile the kernel's number for it."""
+    """The kernel's number for each tile."""
     rows, columns = owner.shape
     first = owner[:: tile[0], :: tile[1]]
     spread = first.repeat_interleave(tile[0], 0)[:rows].repeat_interleave(tile[1], 1)[:, :columns]
@@ -133,7 +133,7 @@ def _once(counts: torch.Tensor) -> None:
 def _own_rows(
     rows: torch.Tensor, number_of: torch.Tensor, tile: tuple[int, int], shape: tuple[int, int]
 ) -> None:
-    """No tile loads rows of the input that others await."""
+    """Checks that no tile loads rows of the input that only other tiles await."""
     columns = -(-shape[1] // tile[1])
     first, last = rows.view(-1, 2)[number_of.long()].unbind(1)
     top = torch.arange(len(number_of), device=rows.device) // columns * tile[0]

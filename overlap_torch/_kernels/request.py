@@ -1,4 +1,4 @@
-"""A job that is asked for: its plan, and the tables that all calls of one kind share."""
+"""A requested job: its plan, and the tables that all calls of one kind share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STAND_IN_SMS = 4  # a CPU's, for persistent kernels in Triton's interpreter
 
 
 class Prepared:
-    """A job as the op library has it, and its tables on the device: what all calls of one kind share."""
+    """The op library's job and its tables on the device, which all calls of one kind share."""
 
     def __init__(self, request: Request, plan: Plan, job) -> None:
         device = request.device

@@ -17,7 +17,7 @@ PRIORITIES = ("high", "low")
 
 @dataclass(frozen=True)
 class KernelResources:
-    """The resources that the kernel leaves, how it does, and the streams of communication; see :func:`resources`."""
+    """The resources that the kernel leaves, how it leaves them, and communication's streams; see :func:`resources`."""
 
     comm_sms: int = 0
     by: str = "grid"
@@ -43,7 +43,7 @@ class KernelResources:
         if pads and self.comm_sms:
             raise ValueError(
                 f'comm_sms is {self.comm_sms}, allowed is 0 with by="padding", which leaves a part of every SM: take '
-                'by="grid" or "green_context" to set SMs apart'
+                'by="grid" or "green_context" to reserve SMs'
             )
 
     def programs(self, sm_count: int) -> int:
@@ -78,19 +78,19 @@ def resources(
                 ...
 
     Args:
-        comm_sms: the number of SMs, out of the device's (132 on an H200). ``produce`` and ``consume`` take a
-            ``resources=`` of their own, the value that this block gives.
-        by: ``"grid"``: a persistent kernel launches ``job.programs`` programs and no more, one for each SM that is left.
-            ``"green_context"``: inside the job's ``with`` a CUDA green context of the other SMs is current, so that any
-            kernel that is launched there, cuBLAS's too, stays on them. It makes its own default stream the current one,
-            which begins after the previous stream, and the previous stream continues after it; other streams that are
-            used inside keep all SMs. A CUDA graph cannot be captured through it. Numbers of SMs are rounded down to what the
-            device can set apart, 8 on Hopper. ``"padding"``: CUDA kernels are launched with ``job.smem_pad_bytes(own)`` bytes of
-            shared memory more (``overlap/launch.cuh`` does that), so that an SM holds ``ctas_per_sm`` of their blocks, and
-            the rest of it is communication's. No SM is set apart: ``comm_sms`` is 0.
+        comm_sms: the number of SMs to leave free, out of the device's (132 on an H200). ``produce`` and ``consume`` also
+            take the value of this block as ``resources=``.
+        by: ``"grid"``: a persistent kernel launches only ``job.programs`` programs, one for each remaining SM.
+            ``"green_context"``: inside the job's ``with`` a CUDA green context of the remaining SMs is current, so that any
+            kernel that is launched there, cuBLAS's too, stays on them. The context's default stream becomes the current
+            one. It begins after the previous stream, and the previous stream continues after it; other streams that are
+            used inside keep all SMs. CUDA graphs cannot capture it. Numbers of SMs are rounded down to multiples that the
+            device can reserve, 8 on Hopper. ``"padding"``: CUDA kernels are launched with ``job.smem_pad_bytes(own)`` more
+            bytes of shared memory (by ``overlap/launch.cuh``), so that an SM holds ``ctas_per_sm`` of their blocks, and
+            communication has the rest of it. No SM is reserved: ``comm_sms`` is 0.
         ctas_per_sm: with ``by="padding"``, 1 to 32.
         priority: the priority of communication's streams: ``"high"``, so that its blocks get the SMs that become free, or
-            ``"low"``, after the kernel's. ``plan.resources.low_priority`` says the same of a plan.
+            ``"low"``, so that the kernel's blocks get them first. In a plan this is ``plan.resources.low_priority``.
 
     Raises:
         ValueError: a number out of range, or an unknown ``by`` or ``priority``.
@@ -109,10 +109,10 @@ _contexts: dict[tuple[int, int], object] = {}
 
 
 def green_context(sms: int, device: torch.device) -> object:
-    """The green context of so many SMs of the device, made once.
+    """The green context of this number of SMs of the device, made once.
 
     Raises:
-        RuntimeError: this PyTorch or driver has none, or a capture is on.
+        RuntimeError: this PyTorch or driver has no green contexts, or a capture is running.
     """
     from torch.cuda import green_contexts
 

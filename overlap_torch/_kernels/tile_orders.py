@@ -48,7 +48,7 @@ ORDERS: dict[str, Order] = {
 
 
 def by_chunks(order: str | Order, chunks: Sequence[int], columns: int) -> list[int]:
-    """The kernel's own order, cut: the tiles of chunk 0 first, then those of chunk 1, each in the kernel's order.
+    """The kernel's own order, divided: first the tiles of chunk 0, then those of chunk 1, each in the kernel's order.
 
     ``chunks`` is the chunk of each tile.
 

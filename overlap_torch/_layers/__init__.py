@@ -1,1 +1,1 @@
-"""The linear maps of tensor parallelism, plain and in fp8, and where their parameters and activations lie."""
+"""The linear maps of tensor parallelism, plain and in fp8, and the placements of their parameters and activations."""

@@ -44,7 +44,7 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 def local_parts(
     weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """This rank's parts of a layer's parameters, as plain tensors. Plain tensors are parts already."""
+    """This rank's parts of a layer's parameters, as plain tensors. Plain tensors already are parts."""
     if torch.compiler.is_compiling():
         return _traced_part(weight), _traced_part(bias)
     if not isinstance(weight, DTensor) or not (bias is None or isinstance(bias, DTensor)):
@@ -52,8 +52,8 @@ def local_parts(
     if not torch.is_grad_enabled():
         return weight._local_tensor, None if bias is None else bias._local_tensor
     if torch._C._are_functorch_transforms_active():
-        # torch.func wraps the tensors that it differentiates, and these are no DTensors: DTensors
-        # are constants to it.
+        # torch.func wraps the tensors that it differentiates, and these wrappers are not DTensors. DTensors are constants
+        # to it.
         with temporarily_clear_interpreter_stack():
             return _apply_parts(weight, bias)
     return _apply_parts(weight, bias)
@@ -66,9 +66,9 @@ def _part(tensor: torch.Tensor | None) -> torch.Tensor | None:
 class _LocalParts(torch.autograd.Function):
     """`DTensor.to_local` of a weight, and a bias or None. Parts may differ in size.
 
-    The gradients have the mesh, placements, shape and strides of their DTensors. `to_local` computes the strides as if every
-    part had this rank's size; autograd then stores the gradient in another layout, replicated. For two tensors it also
-    takes the host twice the time.
+    The gradients have the mesh, placements, shape and strides of their DTensors. `to_local` computes the strides as if
+    every part had this rank's size; autograd then stores the gradient in another layout, replicated. Two calls of
+    `to_local` also take the host twice the time.
     """
 
     @staticmethod
@@ -76,7 +76,7 @@ class _LocalParts(torch.autograd.Function):
         ctx, weight: DTensor, bias: DTensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
-        # New tensors: autograd writes into what it gets.
+        # New tensors, because autograd writes into the tensors that it gets.
         weight_part = weight._local_tensor.detach()
         if bias is None:
             ctx.specs = weight._spec, None
@@ -99,12 +99,12 @@ class _LocalParts(torch.autograd.Function):
         )
 
 
-# `Function.apply` without what its Python does for transforms.
+# `Function.apply` without its Python code for transforms.
 _apply_parts = super(torch.autograd.Function, _LocalParts).apply
 
 
 def _whole(part: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    # PyTorch's dispatch may write into a spec: each DTensor has its own.
+    # PyTorch's dispatch may write into a spec, so each DTensor has its own.
     return DTensor(part.detach().contiguous(), copy.copy(spec), requires_grad=False)
 
 
@@ -124,7 +124,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _traced_part(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The part as the compiler can follow it: it does not let DTensors be made as `_Whole` makes them."""
+    """The part in a form that the compiler can trace: it cannot trace how `_Whole` makes DTensors."""
     if not isinstance(tensor, DTensor):
         return tensor
     dim = sharded_dim(tensor.placements[0], tensor.dim())
@@ -155,14 +155,12 @@ class _UnequalPart(torch.autograd.Function):
         )
 
 
-# AsyncCollectiveTensor: what has been begun to be gathered. The others are what PyTorch traces with.
+# AsyncCollectiveTensor: the result of a running gather. PyTorch traces with the others.
 _PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor, AsyncCollectiveTensor}
 
 
 def is_foreign(weight: torch.Tensor | None) -> bool:
-    """True for a tensor of a class of its own, such as a quantized one, or the DTensor of such
-    tensors: no op takes it.
-    """
+    """True for a tensor of another class, such as a quantized one, and for a DTensor of such tensors: no op takes it."""
     kind = type(weight)
     if kind is DTensor:
         return not torch.compiler.is_compiling() and type(weight._local_tensor) not in _PLAIN
@@ -170,7 +168,7 @@ def is_foreign(weight: torch.Tensor | None) -> bool:
 
 
 def mesh_within(weight: torch.Tensor) -> DeviceMesh | None:
-    """The mesh of the DTensors that a foreign weight is made of; None if it is made of this rank's part."""
+    """The mesh of the DTensors inside a foreign weight; None if the weight is this rank's part."""
     if isinstance(weight, DTensor):
         return weight.device_mesh
     flatten = getattr(weight, "__tensor_flatten__", None)

@@ -1,11 +1,12 @@
 """The four linear maps of tensor parallelism with GEMMs in fp8: casts, forward, gradients; layers and styles build on them.
 
-Forward and the input's gradient are the ops with scaled operands, the weights' gradients local products. Casts are dynamic:
-a scale is the type's largest number by the largest that is cast, of a whole tensor or of each row that a GEMM sums over.
+Forward and the input's gradient are the ops with scaled operands; the weights' gradients are local products. Casts are
+dynamic: a scale is the largest cast number divided by the type's largest, for a whole tensor or for each row that a GEMM
+sums over.
 
-One number for a whole tensor is this rank's own, except for what an all-gather brings: there it is the largest of all
-ranks', so that the gathered tensor has one scale, with which the weight's gradient can be computed as well. This takes an
-all-reduce of one number before the gather. Scales of rows travel with their rows.
+The single scale of a whole tensor is this rank's own, except for a gathered tensor. There it is the largest of all ranks'
+scales, so that the weight's gradient can be computed with one scale as well. This takes an all-reduce of one number before
+the gather. Scales of rows travel with their rows.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from overlap_torch._ops.gradients import (
     weight_gradient,
 )
 
-_SMALLEST = 1e-12  # largest number that is cast, at least: a tensor of zeros has a scale as well
+_SMALLEST = 1e-12  # lower bound of the largest number: zeros have a scale, too
 
 Gradient = torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class Cast:
-    """How one operand of one GEMM becomes fp8: with one scale, or with one for each row that the GEMM sums over."""
+    """The cast of one operand of one GEMM to fp8: with one scale, or with one for each row that the GEMM sums over."""
 
     dtype: torch.dtype
     by_rows: bool = False
@@ -64,7 +65,7 @@ _E4M3 = Cast(torch.float8_e4m3fn)
 _E5M2 = Cast(torch.float8_e5m2)
 _ROWS = Cast(torch.float8_e4m3fn, by_rows=True)
 
-# As torchao's recipes of these names have it.
+# The same as torchao's recipes of these names.
 RECIPES = {
     "tensorwise": Recipe(_E4M3, _E4M3, _E5M2, _E4M3, _E5M2, _E4M3),
     "rowwise": Recipe(_ROWS, _ROWS, _ROWS, _ROWS, _ROWS, _ROWS, powers_of_two=True),
@@ -75,7 +76,7 @@ def recipe_of(fp8: str | None) -> Recipe | None:
     """The recipe that a layer's ``fp8`` names.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no recipe of this name.
     """
     if fp8 is None:
         return None
@@ -108,7 +109,7 @@ def recipe_of_config(config: Any) -> Recipe | None:
 
 
 class Scaled(NamedTuple):
-    """fp8 values [..., K], and the scale that they are multiplied by: [1], or [..., 1]."""
+    """fp8 values [..., K], and the scale by which they are multiplied: [1], or [..., 1]."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -135,7 +136,7 @@ def scaled(tensor: torch.Tensor, cast: Cast, recipe: Recipe, group: str | None =
         if group is not None:
             largest = wait(torch.ops._c10d_functional.all_reduce(largest.float(), "max", group))
     limit = torch.finfo(cast.dtype).max
-    # In float64: compiled and eager code make the same scale.
+    # In float64, so that compiled and eager code make the same scale.
     factor = (limit / largest.double().clamp(min=_SMALLEST)).float()
     if recipe.powers_of_two:
         factor = torch.exp2(torch.floor(torch.log2(factor)))
@@ -223,13 +224,13 @@ def _gathered(
 
 
 class _Place(NamedTuple):
-    """The layer's map, and its place."""
+    """The layer's map, and where its parts are."""
 
     columns: bool  # N is cut, else K
     sequence: bool  # tokens are cut
     group: str
     recipe: Recipe
-    biases: tuple[bool, ...]  # which weights have one
+    biases: tuple[bool, ...]  # which weights have a bias
     gathers: bool = False  # the gathered input is a result, too
     reduces: bool = True  # the gradient of the columns' input is summed over the ranks
 
@@ -334,7 +335,7 @@ def _backward(
             (grad_input,), whole = _gathered(g, [w], [None], *how, place.group)
             if not needs_input:
                 grad_input = None
-            elif inputs and not needs_weight:  # that is wanted later
+            elif inputs and not needs_weight:  # whose gradient is wanted later
                 ctx.kept = grad, whole
         elif place.columns and place.reduces:
             op = gemm_reducescatter if place.sequence else gemm_allreduce
@@ -382,7 +383,7 @@ def _along_rows(
 
 @dataclass(frozen=True)
 class Maps:
-    """The functions of ``overlap_torch._layers.linear`` by a recipe."""
+    """The functions of ``overlap_torch._layers.linear``, computed with a recipe."""
 
     recipe: Recipe
 
@@ -404,10 +405,10 @@ class Maps:
         )
 
     def columns(self, input, weights, biases, *, group, world_size, paddings, reduces=True):
-        """``reduces`` False: the input's gradient is left a part of a sum over the ranks."""
+        """With ``reduces`` False the input's gradient stays this rank's part of a sum over the ranks."""
         place = {"columns": True, "sequence": False, "group": group}
         place["reduces"] = reduces and world_size > 1
-        # Every rank's GEMM of the gradient must be as large.
+        # Every rank's GEMM of the gradient must have the same size.
         outputs = self._run(place, input, *padded(weights, biases, paddings))
         return tuple(
             output[..., : output.shape[-1] - padding]
@@ -420,7 +421,7 @@ class Maps:
     def columns_sequence(
         self, input, weights, biases, *, group, world_size, tokens, paddings, gathers=False
     ):
-        """``gathers``: the gathered input, as fp8 and its scales stand for it, is the last result."""
+        """With ``gathers`` the last result is the gathered input, with the values of fp8 times scales."""
         results = self._run(
             {"columns": True, "sequence": True, "group": group, "gathers": gathers},
             pad_end(input, 0, -(-tokens // world_size) - input.shape[0]),
@@ -440,7 +441,7 @@ class Maps:
         return output
 
     def row_sequence(self, input, weight, bias, *, group, world_size, rank, padding):
-        """The bias's gradient is that of the local rows."""
+        """The bias's gradient is the local rows' sum."""
         tokens = input.shape[0]
         input = pad_end(pad_end(input, -1, padding), 0, -tokens % world_size)
         place = {"columns": False, "sequence": True, "group": group}

@@ -1,8 +1,8 @@
 """The four linear maps of tensor parallelism, as functions of one rank's operands; layers and styles build on them.
 
-N is cut over the ranks in the column maps, K in the row maps; tokens (dim 0) in the `sequence` ones. A rank whose part of the
-features is `padding` shorter than the largest pads its operands, so that all ranks run the same problem. The column maps are
-there for several weights of one input too.
+The column maps cut N over the ranks, the row maps K, and the `sequence` maps tokens (dim 0). A rank whose part of the
+features is `padding` shorter than the largest pads its operands, so that all ranks run the same problem. The column maps
+also take several weights of one input.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def row_sequence(
 ) -> torch.Tensor:
     """[tokens, ..., K part] to this rank's rows [tokens part, ..., N]: GEMM, reduce-scatter, bias.
 
-    The bias's gradient is that of the local rows.
+    The bias's gradient is the local rows' sum.
     """
     tokens = input.shape[0]
     input = pad_end(pad_end(input, -1, padding), 0, -tokens % world_size)
@@ -248,7 +248,7 @@ class _Columns(TransformedFunction):
 
 
 class _ColumnProduct:
-    """`functional.linear` as its gradients see it: the input is replicated, all else is this rank's own."""
+    """`functional.linear` for its gradients: the input is replicated, all other operands are this rank's own."""
 
     def __init__(self, group: str, padding: int) -> None:
         self.group, self.padding = group, padding
@@ -279,14 +279,15 @@ class _ColumnProduct:
 
 
 def _may_need_gradient(input: torch.Tensor) -> bool:
-    # Only the innermost of torch.func's levels says here if the input needs a gradient.
+    # Here only the innermost of torch.func's levels knows if the input needs a gradient.
     return input.requires_grad or transforms_are_active()
 
 
 def as_under_autocast(
     input: torch.Tensor, *others: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
-    """The operands of a linear map as autocast casts them: backward takes what the Function has kept as it is."""
+    """The operands of a linear map, cast by autocast's rules, because backward uses the Function's saved tensors as they
+    are."""
     device_type = input.device.type
     if not torch.is_autocast_enabled(device_type):
         return [input, *others]
@@ -295,7 +296,7 @@ def as_under_autocast(
 
 
 def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """As autocast casts operands: all floating-point ones but float64."""
+    """Casts as autocast does: all floating-point operands except float64."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)

@@ -1,4 +1,4 @@
-"""Meshes of layers and styles: one for each set of ranks of a living group, the user's own where there is one.
+"""Meshes of layers and styles: one for each set of ranks of a living group, the user's own mesh if there is one.
 
 Importing this loads ``torch.distributed.tensor``, which takes most of a second.
 """
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from overlap_torch._ops.graphs import constant_in_graphs
 
-# The mesh of each group's layers, by the group's name and the kind of device, for as long as something lies on it.
+# The mesh of each group's layers, by the group's name and the kind of device, as long as a tensor uses it.
 _meshes: weakref.WeakValueDictionary[tuple[str, str], DeviceMesh] = weakref.WeakValueDictionary()
-_numbers = itertools.count(1)  # of groups that have gone
+_numbers = itertools.count(1)  # of groups that no longer exist
 
 
 def group_mesh(group: str, device_type: str) -> DeviceMesh:
@@ -29,7 +29,7 @@ def group_mesh(group: str, device_type: str) -> DeviceMesh:
     process_group = _resolve_process_group(group)
     ranks = dist.get_process_group_ranks(process_group)
     mesh = _meshes.get((group, device_type))
-    # A name may be that of another group, once process groups have been destroyed and made again.
+    # After process groups were destroyed and made again, a name may belong to another group.
     if mesh is None or _group_of(mesh) is None or mesh.mesh.tolist() != ranks:
         mesh = _users_mesh(process_group, ranks, device_type)
         if mesh is None:
@@ -40,7 +40,7 @@ def group_mesh(group: str, device_type: str) -> DeviceMesh:
 
 
 def note_mesh(mesh: DeviceMesh) -> None:
-    """The user's mesh for a layer or a style: it is from now on the one of the layers that were given a group over its ranks.
+    """Notes the user's mesh of a layer or a style: layers that were given a group over its ranks use it from now on.
 
     Raises:
         ValueError: ranks that are not in the order of their process group.
@@ -59,7 +59,7 @@ def note_mesh(mesh: DeviceMesh) -> None:
     for other in list(_meshes.values()):
         made = getattr(other, "_overlap_made", False) and other.device_type == mesh.device_type
         if made and other.mesh.tolist() == ranks and _group_of(other) is not None:
-            # The parameters, gradients and optimizers' states that lie on it need not be made again.
+            # The parameters, gradients and optimizers' states on it need not be made again.
             other.__dict__ = dict(mesh.__dict__)
     _meshes[key] = mesh
 
@@ -75,7 +75,7 @@ def _same_line(mesh: DeviceMesh, other: DeviceMesh) -> bool:
 
 
 def check_mesh(what: str, tensor: DTensor, mesh: DeviceMesh) -> None:
-    """Raises ValueError unless the DTensor lies on the ranks of the mesh. ``what`` names the tensor and who got it."""
+    """Raises ValueError unless the DTensor is on the ranks of the mesh. ``what`` names the tensor and its receiver."""
     if not same_ranks(tensor.device_mesh, mesh):
         raise ValueError(
             f"{what} is a DTensor with placements {tensor.placements} on {_named(tensor.device_mesh)}, but the layer's mesh is "
@@ -89,7 +89,7 @@ def _named(mesh: DeviceMesh) -> str:
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The group of a mesh of one dimension; None if it has gone, though there may be another of its name."""
+    """The group of a mesh of one dimension; None if the group no longer exists, even if another has its name."""
     if mesh.ndim != 1 or not is_living(mesh):
         return None
     group = mesh.get_group()
@@ -98,21 +98,21 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def _all_meshes() -> list[DeviceMesh]:
-    """Every mesh of the process. PyTorch keeps no list; looking for them takes tenths of a second, once for a group."""
+    """Every mesh of the process. PyTorch keeps no list, so this search takes tenths of a second, once for each group."""
     meshes = [found for found in gc.get_referrers(DeviceMesh) if isinstance(found, DeviceMesh)]
     return [mesh for mesh in meshes if _is_readable(mesh)]
 
 
 def _is_readable(mesh: DeviceMesh) -> bool:
-    """A mesh made under a LocalTensorMode can be read under a mode of as many ranks only."""
+    """A mesh made under a LocalTensorMode can be read only under a mode with the same number of ranks."""
     try:
         return bool(mesh.mesh.numel())
-    except (AssertionError, KeyError):  # what the mode raises for other ranks than its own
+    except (AssertionError, KeyError):  # the mode raises it for ranks that are not its own
         return False
 
 
 def _users_mesh(group: dist.ProcessGroup, ranks: list[int], device_type: str) -> DeviceMesh | None:
-    """A mesh over these ranks that somebody has made: over this group, else a named one."""
+    """A mesh that the program made over these ranks: over this group, else a named one."""
     found = _all_meshes()
     _set_apart(found)
     named = None
@@ -132,12 +132,12 @@ def _users_mesh(group: dist.ProcessGroup, ranks: list[int], device_type: str) ->
 
 
 def is_living(mesh: DeviceMesh) -> bool:
-    """True if this process is where the mesh says, and the groups of its dimensions are there, by their names."""
+    """True if this process has the mesh's place for it, and the groups of its dimensions exist, by their names."""
     try:
         ranks = mesh.mesh
         (place,) = (ranks == dist.get_rank()).nonzero().tolist()
         coordinate = mesh.get_coordinate()
-        # LocalTensorMode is in all places, and has no number for one.
+        # LocalTensorMode has all ranks' places, and no single number.
         own = any(type(one) is not int for one in coordinate) or place == list(coordinate)
         for dim in range(mesh.ndim):
             line = ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist()
@@ -148,10 +148,10 @@ def is_living(mesh: DeviceMesh) -> bool:
 
 
 def _set_apart(meshes: list[DeviceMesh]) -> None:
-    """Makes meshes whose groups have gone equal to no other.
+    """Makes meshes whose groups no longer exist unequal to all others.
 
-    PyTorch remembers by equal meshes what an operator makes of DTensors, and takes no notice of groups: tensors of the new
-    group would get the mesh of the one that has gone.
+    PyTorch caches an operator's results for DTensors by equal meshes, and ignores groups: tensors of the new group would
+    get the old group's mesh.
     """
     for mesh in meshes:
         if hasattr(mesh, "_dim_group_names") and mesh._dim_group_names and not is_living(mesh):

@@ -1,7 +1,7 @@
-"""DTensors to this rank's parts and back, and from placement to placement, such that gradients can be differentiated again.
+"""DTensors to this rank's parts and back, and from placement to placement, with gradients that can be differentiated.
 
-``DTensor``'s own ``to_local``, ``from_local`` and ``redistribute`` are right for a first derivative and lose the second
-without a word (torch 2.11): what their backward makes has no history.
+``DTensor``'s own ``to_local``, ``from_local`` and ``redistribute`` are right for a first derivative, but lose the second
+without an error (torch 2.11): the results of their backward have no history.
 
 Importing this loads ``torch.distributed.tensor``, which takes most of a second.
 """
@@ -20,8 +20,8 @@ from overlap_torch._ops.gradients import TransformedFunction, recorded
 def to_local(tensor: DTensor, grad_placements: Placements | None = None) -> torch.Tensor:
     """``DTensor.to_local`` of a DTensor on a one-dimensional mesh.
 
-    Where the sharded dim does not divide by the ranks the gradient is contiguous: of parts of unequal sizes ``DTensor``
-    computes other strides on each rank, and autograd then stores such a gradient replicated.
+    If the sharded dim does not divide by the ranks, the gradient is contiguous. For parts of unequal sizes ``DTensor``
+    would compute other strides on each rank, and autograd would store such a gradient replicated.
     """
     if not torch.is_grad_enabled():
         return tensor.to_local()
@@ -31,9 +31,9 @@ def to_local(tensor: DTensor, grad_placements: Placements | None = None) -> torc
 
 
 def local_rows(input: torch.Tensor, dim: int, world_size: int) -> tuple[torch.Tensor, int]:
-    """This rank's part of an input cut in `dim`, and the size of the whole's.
+    """This rank's part of an input cut in `dim`, and the size of the whole input's `dim`.
 
-    A plain tensor is this rank's part already, and every rank's has its size.
+    A plain tensor already is this rank's part, and every rank's part has its size.
     """
     if isinstance(input, DTensor):
         return to_local(input), input.shape[dim]
@@ -68,11 +68,12 @@ def foreign_linear(
     features: int,
     shape: tuple[int, ...] | None = None,
 ) -> DTensor:
-    """A layer whose weight no op takes, as PyTorch's styles compute it: DTensors before and after the weight's own linear map.
+    """Computes a layer whose weight no op takes as PyTorch's styles do: DTensors before and after the weight's own linear
+    map.
 
-    ``given``: where an input that is no DTensor lies; ``shape``: the whole input's, None if every rank's part has one size.
-    ``columns``: N, the ``features``, is cut over the ranks, else K. ``weight`` stands for the whole weight, or is this rank's
-    part of it.
+    ``given``: the placement of an input that is no DTensor. ``shape``: the whole input's, None if every rank's part has one
+    size. ``columns``: True if N, the ``features``, is cut over the ranks, else K is. ``weight`` represents the whole
+    weight, or is this rank's part of it.
     """
     if not isinstance(input, DTensor):
         input = from_local(input, mesh, (given,), None if shape is None else torch.Size(shape))
@@ -126,7 +127,7 @@ class _FromLocal(TransformedFunction):
         placements = _of_gradient(ctx.placements)
         if grad.placements != placements:
             grad = _Redistribute.apply_in_backward(grad, placements)
-        # A part of a sum is this rank's own, though its gradient is that of the whole sum.
+        # A part of a sum is this rank's own, but its gradient is the whole sum's gradient.
         return _ToLocal.apply_in_backward(grad, ctx.placements), None, None, None
 
 
@@ -146,7 +147,7 @@ class _Redistribute(TransformedFunction):
 
 
 def _of_gradient(placements: Placements) -> Placements:
-    """The gradient of a sum is replicated."""
+    """The placements of the gradient: the gradient of a sum is replicated."""
     return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
 
 

@@ -29,7 +29,7 @@ class _Ahead(NamedTuple):
 
 
 def _modes(input: torch.Tensor) -> tuple[object, ...]:
-    """The modes that an output depends on beside its operands."""
+    """The modes on which an output depends beside its operands."""
     device_type = input.device.type
     autocast = torch.is_autocast_enabled(device_type)
     return (
@@ -56,7 +56,8 @@ class GatheredReader:
         raise NotImplementedError
 
     def _set_ahead(self, ahead: _Ahead | None) -> None:
-        """The attribute; past ``torch.nn.Module.__setattr__``, which takes longer than all else that a reader does, if nothing traces it."""
+        """Sets the attribute without ``torch.nn.Module.__setattr__``, the slowest part of a reader, unless something traces
+        it."""
         if torch.compiler.is_compiling():
             self.ahead = ahead
         else:
@@ -71,7 +72,7 @@ class GatheredReader:
         if ahead.weight is not self.weight or ahead.modes != _modes(input):
             return None
         if torch.compiler.is_compiling():
-            # Dynamo does not know versions; what compiles its graph does.
+            # Dynamo does not know versions; the compiler of its graph does.
             torch._check(
                 input._version == ahead.version,
                 lambda: (
@@ -87,8 +88,8 @@ class GatheredReader:
 class OverlapPrepareModuleInput(PrepareModuleInput):
     """``PrepareModuleInput`` that gathers beside the GEMMs of the layers that read the gathered input.
 
-    It stands where ``PrepareModuleInput`` stands: before an attention whose q, k and v, or an MLP whose gate and up, are
-    :class:`OverlapColwiseParallel`::
+    Use it in the place of ``PrepareModuleInput``: for an attention whose q, k and v, or an MLP whose gate and up, have the
+    style :class:`OverlapColwiseParallel`::
 
         "attention": OverlapPrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
         "attention.wq": OverlapColwiseParallel(), ...
@@ -100,15 +101,15 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
     tensor, as after ``PrepareModuleInput``; gradients that arrive from there are added before the one reduce-scatter.
     All other inputs are prepared as ``PrepareModuleInput`` does.
 
-    A reader computes its output when it is called if the module calls it with another tensor, with the input after a
-    change in place, a second time, or under another grad mode or autocast than the module's.
-    A reader that is not called has been computed for nothing; a warning names it, once. The gathered input lives as long as the module's forward refers to it, and, where
-    a reader's weight needs a gradient, until backward has computed that, as after ``PrepareModuleInput``. A gradient hook
-    on the gathered input sees only gradients from elsewhere than its readers. Under autocast the input is gathered in
-    its dtype; other uses get these values in the input's own dtype.
+    A reader computes its output itself if the module calls it with another tensor, with the input after a change in place,
+    a second time, or under another grad mode or autocast than the module's. If a reader is not called, its output was
+    computed for nothing; a warning names the reader, once. The gathered input lives as long as the module's forward refers
+    to it. If a reader's weight needs a gradient, it lives until backward has computed that, as after
+    ``PrepareModuleInput``. A gradient hook on the gathered input does not see the readers' gradients. Under autocast the
+    input is gathered in autocast's dtype; other uses get these values in the input's own dtype.
 
-    Under ``torch.inference_mode`` with ``use_local_output=False`` it is ``PrepareModuleInput``, as nothing would say whether the
-    module changed the input; under ``torch.no_grad`` it is not.
+    Under ``torch.inference_mode`` with ``use_local_output=False`` it does only what ``PrepareModuleInput`` does, because it
+    could not detect that the module changed the input. ``torch.no_grad`` has no such limit.
 
     A compiled module in which a reader is called with the input after it was changed in place does not compile.
     ``torch.compile`` must be given a module around the one that has this style: hooks of the outermost module are compiled
@@ -118,12 +119,12 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: as
             in ``PrepareModuleInput``.
         readers: names of the submodules that read the gathered input, such as ``["wq"]``. None: the module's direct
-            children with the style :class:`OverlapColwiseParallel`, ``input_layouts=Replicate()`` and as many input
-            features as the input has, if one input is gathered; if several are, nobody knows who reads which, and none
-            is computed ahead. With names they read the first of several.
+            children with the style :class:`OverlapColwiseParallel`, ``input_layouts=Replicate()`` and the input's number of
+            features, if one input is gathered. If several are, it is not known who reads which, so no output is computed
+            ahead. Named readers read the first of several.
 
     Raises:
-        ValueError: ``readers`` has a name of no submodule.
+        ValueError: ``readers`` has a name that no submodule has.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
         self, module: torch.nn.Module, input: torch.Tensor, mesh: DeviceMesh
     ) -> list[GatheredReader]:
         found = [reader for _, reader in self._candidates(module) if _can_read(reader, input, mesh)]
-        # Cast and gathered once: for those with the first one's recipe.
+        # Cast and gathered once, for the readers with the first one's recipe.
         return [reader for reader in found if reader.fp8 == found[0].fp8]
 
     def _candidates(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
@@ -211,7 +212,7 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
         return [(name, module.get_submodule(name)) for name in self.readers]
 
     def _finish(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """After the module's forward, also one that raised: what has not been taken is of no use."""
+        """Drops outputs that were not taken, after the module's forward, even if it raised."""
         unread = []
         for name, reader in self._candidates(module):
             if isinstance(reader, GatheredReader) and reader.ahead is not None:
@@ -227,7 +228,8 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
 
 
 def _in_inference_mode() -> bool:
-    """True if tensors have no versions, which tell if the module changes them. A plain one can be made with it."""
+    """True if tensors have no versions, by which changes of the module are found. A plain tensor can be made in this
+    mode."""
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
@@ -237,7 +239,7 @@ def _is_gathered(
     if not isinstance(value, torch.Tensor) or layout is None or desired is None:
         return False
     if isinstance(value, DTensor) and not same_ranks(value.device_mesh, mesh):
-        # PrepareModuleInput replicates it in its own mesh; every other layout is that of another mesh's parts.
+        # PrepareModuleInput replicates it in its own mesh; another layout belongs to another mesh's parts.
         if value.device_mesh.ndim != 1 or not desired.is_replicate():
             check_mesh("OverlapPrepareModuleInput: an input", value, mesh)
         return False
@@ -262,14 +264,14 @@ _PARAMETERS = {"weight", "bias"}
 def _can_read(module: torch.nn.Module, input: torch.Tensor, mesh: DeviceMesh) -> bool:
     return (
         isinstance(module, GatheredReader)
-        # Not parametrized; and no hook of its own waits for its input's gradient.
+        # It must not be parametrized, and no hook of its own may wait for its input's gradient.
         and module._parameters.keys() == _PARAMETERS
         and not (module._backward_hooks or module._backward_pre_hooks)
         and not is_foreign(module.weight)
         and same_ranks(module.device_mesh, mesh)
         and module.input_layout.is_replicate()
         and module.in_features == input.shape[-1]
-        # FSDP may have cut it once more until the layer itself is called.
+        # FSDP may have cut the weight once more until the layer itself is called.
         and (module.weight.device_mesh is mesh or module.weight.device_mesh.ndim == 1)
     )
 
@@ -281,7 +283,7 @@ def _gather(
     mesh: DeviceMesh,
     use_local_output: bool,
 ) -> torch.Tensor:
-    """The gathered input; the readers have their outputs."""
+    """Returns the gathered input, and gives the readers their outputs."""
     if _in_inference_mode():
         with torch.inference_mode(False), torch.no_grad():
             return _gather(input, layout, readers, mesh, use_local_output)
@@ -314,9 +316,9 @@ def _gather(
 
 
 def _watch(gathered: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-    """Backward raises where the module has changed a gathered DTensor in place, as autograd does for a plain tensor.
+    """Makes backward raise if the module changed a gathered DTensor in place, as autograd does for a plain tensor.
 
-    The weights' gradients read its memory, but changes of a DTensor are counted by the DTensor alone.
+    The weights' gradients read its memory, but only the DTensor counts its changes.
     """
     version = gathered._version
 
@@ -332,7 +334,7 @@ def _watch(gathered: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
             output.register_hook(check)
 
 
-# Dynamo, if it looked inside, would trace a backward for a gradient with the placements of the output.
+# If Dynamo traced this, its backward would expect a gradient with the output's placements.
 def _replicated(gathered: torch.Tensor, input: DTensor, use_local_output: bool) -> torch.Tensor:
     return _Replicated.apply(gathered, input, input.device_mesh, input.placements, use_local_output)
 
@@ -348,8 +350,8 @@ def _as_replicated(
 class _Replicated(torch.autograd.Function):
     """The gathered input as its readers see it: replicated, a DTensor or a tensor.
 
-    The gradient of `gathered` is a part of a sum. A gradient that every rank has in full needs no communication: it is cut
-    for `input`, from which `gathered` came: a DTensor, or this rank's part of one.
+    The gradient of `gathered` is a part of a sum. A gradient that every rank has in full needs no communication: this
+    rank's part of it goes to `input`, the source of `gathered`: a DTensor, or this rank's part of one.
     """
 
     @staticmethod

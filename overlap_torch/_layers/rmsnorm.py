@@ -14,7 +14,8 @@ from overlap_torch._ops.gradients import needs_recording, transforms_are_active
 _QUANTIZE = (None, "tensorwise", "rowwise", "blockwise")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _GRAIN, _MOST_COLUMNS = 8, 16384  # of rows that the kernels take
-# Up to here they were faster than a compiled norm after an all-reduce in all measured cases (docs/serving.md).
+# Up to this number the kernels were faster than a compiled norm after an all-reduce in all measured cases
+# (docs/serving.md).
 MOST_ROWS = 512
 
 # The norm or its cast, the sum, and the norm that was cast.
@@ -81,7 +82,7 @@ def _fake(
     results = [input.new_empty(shape, dtype=torch.float8_e4m3fn), total]
     if quantize == "rowwise":
         results.append(input.new_empty((*shape[:-1], 1), dtype=torch.float32))
-    if quantize == "blockwise":  # one block's scales of all rows after the other's
+    if quantize == "blockwise":  # block after block: a block's scales for all rows
         blocks = (shape[-1] + 127) // 128
         scales = input.new_empty((blocks, *shape[:-1]), dtype=torch.float32)
         results.append(scales.movedim(0, -1))
@@ -89,7 +90,7 @@ def _fake(
 
 
 def kernels_finish(dtype: torch.dtype, columns: int | torch.SymInt) -> bool:
-    """True if the kernels finish rows of this dtype and so many columns, a known number."""
+    """True if the kernels finish rows of this dtype and number of columns, which must be known."""
     known = isinstance(columns, int) and columns % _GRAIN == 0 and 0 < columns <= _MOST_COLUMNS
     return known and dtype in (torch.bfloat16, torch.float16)
 
@@ -111,7 +112,7 @@ def _composed(
     group: str,
     **how: Any,
 ) -> list[torch.Tensor]:
-    """All-reduce, or GEMM and all-reduce, and after it PyTorch's operators; on CPU this is the op itself."""
+    """All-reduce, or GEMM and all-reduce, then PyTorch's operators; on CPU this is the op itself."""
     if weight is None:
         total = Sum.apply(input, group, invariance) if input.numel() > 0 else input.clone()
     else:
@@ -207,24 +208,24 @@ def allreduce_rmsnorm(
             ``"rowwise"`` with a scale for each row, or ``"blockwise"`` with one for each 128 columns of a row. A row's
             scale is its largest absolute value divided by 448.
         scale: float32, one number, with ``quantize="tensorwise"``: values are ``norm / scale``.
-        return_norm: returns the norm in ``partial``'s dtype as well, beside its cast.
-        fused: False: the all-reduce's plan runs, then PyTorch's addition and norm. True: kernels of this package finish
-            the rows on CUDA, those of few rows in the all-reduce's own kernel. The same on all ranks.
+        return_norm: returns the norm in ``partial``'s dtype, too, beside its cast.
+        fused: False: the process group's all-reduce (after a GEMM: ``gemm_allreduce``), then PyTorch's addition and norm.
+            True: on CUDA kernels of this package finish the rows, few rows in the all-reduce's own kernel. All ranks pass
+            the same value.
         invariance: of the sum, as in :func:`overlap_torch.gemm_allreduce`; ``fused=True`` keeps the norm's rows apart, too.
 
     Returns:
-        The norm and the sum, both [..., N], fresh, and equal on all ranks. With ``quantize`` the first one is the values
-        in ``float8_e4m3fn``, or with scales of rows or blocks the pair of values and scales: float32 [..., 1], or [...,
-        ceil(N / 128)] in which the rows of one block are next to each other, as ``torch._scaled_mm`` takes them. With
-        ``return_norm`` the norm comes third.
+        The norm and the sum, both [..., N], fresh, and equal on all ranks. With ``quantize`` the first result is the values
+        in ``float8_e4m3fn``; with scales of rows or blocks it is a pair of values and scales. Scales are float32 [..., 1],
+        or [..., ceil(N / 128)] with the rows of one block next to each other in memory, as ``torch._scaled_mm`` takes them.
+        With ``return_norm`` the norm comes third.
 
-    Gradients are those of the composition, in reverse mode and of any order. The gradient of ``partial`` is the sum's: it
-    is the same on every rank, and backward does not communicate. Casts have none. docs/serving.md says what runs when.
+    Gradients follow the composition, in reverse mode and of any order. The gradient of ``partial`` is the sum's: it is the
+    same on every rank, and backward does not communicate. Casts have none. docs/serving.md says what runs when.
 
     Raises:
-        ValueError: shapes or devices that do not fit, an unknown ``quantize``, a ``scale`` without it, or an unknown
-            group.
-        TypeError: operands of several dtypes, or of none that the ops take.
+        ValueError: shapes or devices that do not fit, an unknown ``quantize``, a ``scale`` without it, or an unknown group.
+        TypeError: operands of several dtypes, or of a dtype that the ops do not take.
         NotImplementedError: an operand has a tangent (forward mode), or requires grad and ``quantize`` is not None.
         RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
             :func:`overlap_torch.check`).
@@ -269,7 +270,7 @@ def gemm_allreduce_rmsnorm(
         weight: [N, K], this rank's part, as in ``torch.nn.Linear``.
         residual: [..., N] or None, the same on every rank.
 
-    The other arguments, the results, gradients and errors are those of :func:`allreduce_rmsnorm`. The product is rounded to
+    The other arguments, the results, gradients and errors are as in :func:`allreduce_rmsnorm`. The product is rounded to
     the operands' dtype before it is summed, as in :func:`gemm_allreduce`.
     """
     return _call(

@@ -1,8 +1,8 @@
-"""Linear maps of the styles between tokens that are cut over the ranks and features that are.
+"""Linear maps of the styles from tokens cut over the ranks to features cut over the ranks, and back.
 
 Column-parallel layers that read one input gather it once, and backward reduce-scatters their sum once. The gathered input
 is kept for the gradients of the weights, as ``torch.nn.functional.linear`` keeps its input after a collective: backward
-does not gather it again. The bias of a row-parallel layer has its gradient from the rows that backward gathers anyway.
+does not gather it again. A row-parallel layer's bias gets its gradient from the rows that backward gathers in any case.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from overlap_torch._ops.group import world_size
 
 
 class Operands(NamedTuple):
-    """A column-parallel layer's, on this rank."""
+    """A column-parallel layer's operands on this rank."""
 
     weight: torch.Tensor  # [N part, K]
     bias: torch.Tensor | None  # [N part]
@@ -54,9 +54,9 @@ def column_sequences(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """This rank's rows [..., K] to [..., N part] for each layer, and to the gathered [..., K]; tokens are dim `dim`.
 
-    All that is returned is contiguous. A gradient of the gathered input is this rank's part of a sum over the ranks, and is
-    reduced together with that of the layers. With a recipe they compute in fp8, and the gathered input is what fp8 and its
-    scales stand for.
+    All results are contiguous. A gradient of the gathered input is this rank's part of a sum over the ranks, and is reduced
+    together with the layers' gradients. With a recipe the layers compute in fp8, and the gathered input has the values of
+    fp8 times scales.
     """
     if recipe is not None:
         weights, biases, paddings = zip(*layers, strict=True)
@@ -86,7 +86,7 @@ def column_sequences(
         cut_end(cut_end(output, -1, layer.padding), dim, output.shape[dim] - tokens)
         for output, layer in zip(outputs, layers, strict=True)
     ]
-    # Copies where parts are padded; else these are contiguous.
+    # Copies if parts are padded; else these are contiguous.
     outputs = [output.contiguous() for output in outputs]
     return outputs, cut_end(gathered, dim, gathered.shape[dim] - tokens).contiguous()
 
@@ -105,8 +105,8 @@ def row_sequence(
 ) -> torch.Tensor:
     """[..., K part] to this rank's rows [..., N], contiguous; tokens are dim `dim`. With a recipe in fp8.
 
-    The bias's gradient is that of all ranks' rows. It is summed at once, not left Partial: clip_grad_norm_ does not scale
-    a Partial gradient (torch 2.11).
+    The bias's gradient is the sum over all ranks' rows. It is summed at once, not left Partial, because clip_grad_norm_
+    does not scale a Partial gradient (torch 2.11).
     """
     if recipe is not None:
         output = Maps(recipe).row_sequence(
@@ -133,12 +133,13 @@ def row_sequence(
 
 
 def let_compile() -> None:
-    """Once before anything is compiled. It imports torch._dynamo, which takes seconds; making a DTensor does so too."""
+    """Called once before anything is compiled. It imports torch._dynamo, which takes seconds; making a DTensor also
+    does."""
     torch.compiler.allow_in_graph(_gather_linears)
     torch.compiler.allow_in_graph(_scatter_linear)
 
 
-# Dynamo, if it looked inside, would trace a backward in which every output has a gradient.
+# If Dynamo traced this, every output would have a gradient in its backward.
 def _gather_linears(*arguments):
     return recorded(_GatherLinears.apply(*arguments))
 
@@ -163,7 +164,7 @@ class _GatherLinears(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an unused output costs neither work nor communication
         if not needs_input:
             ctx.mark_non_differentiable(gathered)
-        # Kept where a gradient reads it, and only there.
+        # Kept only if a gradient reads it.
         kept = gathered if any(needs_weights) else None
         ctx.save_for_backward(input, kept, *weights)
         return (*outputs, gathered)
@@ -203,7 +204,8 @@ def _start_input_gradient(
     dim: int,
     group: str,
 ) -> torch.Tensor | None:
-    """One reduce-scatter, to be waited for: beside the GEMM, or after it where a gradient of another reader is added."""
+    """Begins one reduce-scatter: beside the GEMM, or after it if a gradient of another reader is added. The caller waits
+    for it."""
     parts = [
         (grad, weight)
         for grad, weight in zip(output_grads, weights, strict=True)
@@ -229,7 +231,7 @@ def _recorded_gradients(ctx, input, weights, grads):
 
 
 def _recorded(outputs, tensors, grads) -> list[torch.Tensor | None]:
-    """The gradients of those tensors that want one, which can be differentiated, by the outputs that have one."""
+    """The gradients of the tensors that want one, from the outputs that have one; they can be differentiated."""
     used = [
         (output, grad)
         for output, grad in zip(outputs, grads, strict=True)
@@ -269,7 +271,7 @@ class _ScatterLinear(torch.autograd.Function):
                 grad_input, gathered = allgather_gemm(
                     grad, weight.t(), dim=ctx.dim, group=ctx.group
                 )
-                if not (needs_weight or needs_bias):  # they are wanted later
+                if not (needs_weight or needs_bias):  # the weights' gradients are wanted later
                     ctx.kept = grad, gathered
             elif gathered is None:
                 ranks = world_size(ctx.group)
@@ -281,7 +283,7 @@ class _ScatterLinear(torch.autograd.Function):
 
 
 def _recorded_scatter_gradients(ctx, input, weight, bias, grad):
-    """As the op records them."""
+    """The gradients as the op records them."""
     with torch.enable_grad():
         summed = SumGradient.apply(bias, ctx.group)
         output = gemm_reducescatter(input, weight, summed, dim=ctx.dim, group=ctx.group)

@@ -1,4 +1,4 @@
-"""How tensors are cut over the ranks of a group, and what takes them apart and together under autograd."""
+"""How tensors are cut over the ranks of a group, and Functions that take parts and gather them under autograd."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def place_in(group: str) -> tuple[int, int]:
 
 
 def shard_range(size: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Where a rank's part of `size` tokens or features begins, and its size: as DTensor's Shard and torch.chunk cut.
+    """The begin and the size of a rank's part of `size` tokens or features, cut as DTensor's Shard and torch.chunk cut.
 
-    Only the last parts are shorter, so padding at the end of the whole makes all of them equal, and cutting the end off
+    Only the last parts are shorter, so padding at the end of the whole makes all parts equal, and cutting the end off
     undoes it without a copy.
     """
     largest = -(-size // world_size)
@@ -40,7 +40,7 @@ def shard_sizes(size: int, world_size: int) -> list[int]:
 
 
 def token_slice(tokens: int, *, group: Group = None) -> slice:
-    """The rows of a [tokens, ...] tensor that are this rank's where layers run sequence parallel.
+    """This rank's rows of a [tokens, ...] tensor when layers run sequence parallel.
 
     Every rank has ``ceil(tokens / world_size)`` rows, in rank order, as long as there are rows left: the last ranks may
     have fewer, or none. DTensor's ``Shard(0)`` is the same cut.
@@ -62,12 +62,12 @@ def pad_end(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def cut_end(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """All of a dim but the last `size`: what `pad_end` put there."""
+    """A dim without its last `size`, which `pad_end` added."""
     return tensor.narrow(dim, 0, tensor.shape[dim] - size) if size > 0 else tensor
 
 
 def gather_parts(part: torch.Tensor, dim: int, sizes: Sequence[int], group: str) -> torch.Tensor:
-    """Every rank's part, put together along `dim`, where they have these sizes. A collective call."""
+    """All ranks' parts, put together along `dim`, in which they have these sizes. A collective call."""
     padded = pad_end(part, dim, max(sizes) - part.shape[dim])
     gathered = wait(start_all_gather(padded.unsqueeze(0), group, len(sizes)))
     return torch.cat([gathered[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)

@@ -1,1 +1,1 @@
-"""Mixture of experts over ranks: tokens to the ranks of their experts, the experts, and results home."""
+"""Mixture of experts over ranks: sends tokens to their experts' ranks, runs the experts, and sends results back."""

@@ -37,17 +37,18 @@ _OPERANDS = "Tensor hidden, Tensor? up, Tensor? bias, Tensor offs"
 
 @dataclass(frozen=True)
 class Gate:
-    """An expert's activation: ``act(alpha * gate) / alpha * (up + offset)``, in float32 (float64 of float64), rounded once.
+    """An expert's activation: ``act(alpha * gate) / alpha * (up + offset)``, in float32 (float64 for float64), rounded
+    once.
 
     Args:
         name: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
         alpha: a factor of the gate within the activation; 1.702 with ``"silu"`` is gpt-oss's ``gate * sigmoid(1.702 * gate)``.
-        limit: the gate is clamped to at most this, up to its range from ``-limit`` to ``limit``; None: neither is.
-        offset: what is added to up.
+        limit: the gate is clamped to at most this, up to the range from ``-limit`` to ``limit``; None: no clamp.
+        offset: the number added to up.
         gated: False for experts without a gate: ``act(alpha * up) / alpha``, and ``gate_up`` is [e, I, H].
 
     Raises:
-        ValueError: another name, an alpha of 0, or a limit that is not above 0.
+        ValueError: an unknown name, an alpha of 0, or a limit that is not positive.
     """
 
     name: str = "silu"
@@ -66,7 +67,7 @@ class Gate:
             raise ValueError(f"limit is a number above 0, or None, but is {self.limit}")
 
     def form(self, interleaved: bool) -> tuple[str, float, float, float, bool, bool]:
-        """The operator's arguments; a limit of 0 is none."""
+        """The operator's arguments; a limit of 0 means no limit."""
         return self.name, self.alpha, self.limit or 0.0, self.offset, self.gated, interleaved
 
 
@@ -85,7 +86,7 @@ def _operands(hidden, up, bias, offs, gated: bool, interleaved: bool):
 
 
 def _expert_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:
-    """Rows after the last one are the last expert's, too."""
+    """The expert of each row; rows after the last end count as the last expert's."""
     numbers = torch.arange(rows, device=offs.device)
     return torch.searchsorted(offs[:-1], numbers, right=True, out_int32=True)
 

@@ -23,9 +23,9 @@ Weights = torch.Tensor | Sequence[torch.Tensor]
 class Route(NamedTuple):
     """How the rows of a :func:`moe_dispatch` travelled; :func:`moe_combine` takes it.
 
-    ``offs``: int32 [e], where each expert's rows end, as ``torch.nn.functional.grouped_mm`` takes it; with ``max_rows`` rows after the
-    last one hold anything. ``counts``: int64 [e], each
-    expert's rows without padding. ``shape``: that of the call's ``topk_ids``. The others are for :func:`moe_combine` only.
+    ``offs``: int32 [e], where each expert's rows end, as ``torch.nn.functional.grouped_mm`` takes it. With ``max_rows``,
+    rows after the last end have undefined contents. ``counts``: int64 [e], each expert's number of rows without padding.
+    ``shape``: the shape of the call's ``topk_ids``. Only :func:`moe_combine` reads the others.
     """
 
     offs: torch.Tensor
@@ -88,7 +88,7 @@ def _named(dtypes: Sequence[torch.dtype]) -> str:
 
 
 class _Way(NamedTuple):
-    """How rows travel: the operator's arguments after ``align``. A ``max_rows`` of 0: the host waits for their number."""
+    """How rows travel: the operator's arguments after ``align``. If ``max_rows`` is 0, the host waits for their number."""
 
     max_tokens: int
     max_rows: int
@@ -154,42 +154,42 @@ def moe_dispatch(
     transport: str | None = None,
     group: Group = None,
 ) -> tuple[torch.Tensor, Route]:
-    """Each token to the experts that it chose; a token travels once to each rank that holds some of them.
+    """Sends each token to the experts that it chose; a token travels once to each rank that holds some of them.
 
-    Every rank of the group calls it, with the same H, K, dtype and ``num_experts``; numbers of tokens may differ by rank and be 0. The
-    host waits once, for the numbers of rows; over peers tokens are on their way meanwhile. With ``max_rows`` it does not wait there, and
-    the call can be captured in a CUDA graph after a plain one.
+    Every rank of the group calls it, with the same H, K, dtype and ``num_experts``. Ranks may have different numbers of
+    tokens, also 0. The host waits once, for the numbers of rows; over peers the tokens travel meanwhile. With ``max_rows``
+    the host does not wait over peers, and a CUDA graph can capture the call after a plain one.
 
     Args:
         x: [..., H], this rank's tokens: bfloat16, float16, float32 or float64.
-        topk_ids: [..., K], int32 or int64: each token's experts, numbered over all ranks. An id outside [0, E) is no route. A token
-            may choose an expert twice.
-        num_experts: the number E of all ranks' experts, cut as ``torch.chunk`` cuts: rank r has those that follow rank r - 1's. A list
-            gives each rank's number, which may be 0.
+        topk_ids: [..., K], int32 or int64: each token's experts, numbered over all ranks. Ids outside [0, E) are ignored. A
+            token may choose an expert twice.
+        num_experts: the number E of all ranks' experts, divided as ``torch.chunk`` divides: rank r has those after rank r -
+            1's. A list gives each rank's number, which may be 0.
         align: the rows of an expert are padded with zeros to a multiple of this.
-        sum_order: the order in which :func:`moe_combine` sums a token's results, and backward its rows' gradients. ``"choices"``: every
-            row travels, and the token's rank sums in the choices' order, so that the sum has the same bits in any batch and on any
-            number of ranks. ``"ranks"``: each rank sums its own experts' rows of a token first, in the choices' order, rounds the
-            sum, and sends one row, which the token's rank adds in the ranks' order. Fewer rows travel where a token has several
-            experts on a rank.
-        max_tokens, max_rows: the most tokens of any rank, and the rows that this call returns; given together, the same on all ranks.
-            More rows are an error, and none is dropped.
-        transport: ``"peer"``: kernels store rows in the memory of ranks that map each other's, whose slots take up to 1 GiB.
-            ``"nccl"``: the group's collectives, gloo's too. None: peers on CUDA where they carry the call.
+        sum_order: the order in which :func:`moe_combine` sums a token's results, and backward its rows' gradients.
+            ``"choices"``: every row travels, and the token's rank sums in the choices' order, so that the sum has the same
+            bits in any batch and on any number of ranks. ``"ranks"``: each rank first sums its own experts' rows of a
+            token, in the choices' order, rounds the sum, and sends one row; the token's rank adds these rows in the ranks'
+            order. Fewer rows travel if a token has several experts on a rank.
+        max_tokens, max_rows: the most tokens of any rank, and the number of rows that this call returns; give both or none,
+            the same on all ranks. More rows are an error; no row is dropped.
+        transport: ``"peer"``: kernels store rows in memory that the ranks map into each other, in slots of up to 1 GiB.
+            ``"nccl"``: the group's collectives, gloo's too. None: peers, if they can carry the call (only on CUDA).
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
 
     Returns:
-        The rows of this rank's experts [R, H], fresh, in order of expert, source rank, token and choice; and the :class:`Route`. With
-        ``max_rows`` R is that, and rows after ``route.offs[-1]`` hold anything.
+        The rows of this rank's experts [R, H], fresh, in order of expert, source rank, token and choice; and the
+        :class:`Route`. With ``max_rows`` R is ``max_rows``, and rows after ``route.offs[-1]`` have undefined contents.
 
-    Gradients are in reverse mode, of any order: a token's is the sum of its rows', in the choices' order. Every rank takes part in
-    backward.
+    Gradients are in reverse mode, of any order. A token's gradient is the sum of its rows' gradients, in the choices'
+    order. Every rank takes part in backward.
 
     Raises:
         ValueError: shapes, devices, numbers of experts or an ``align`` that do not fit, or an unknown group.
         TypeError: dtypes that do not fit, nested tensors, or a ``group`` that is none of the above.
-        RuntimeError: on CPU, ranks whose calls differ; see :func:`overlap_torch.check` for CUDA. More rows than ``max_rows``: over peers
-            from the next op or ``check()`` on, on all ranks, which cannot use the group any more.
+        RuntimeError: on CPU, ranks whose calls differ; see :func:`overlap_torch.check` for CUDA. Or more rows than
+            ``max_rows``: over peers the next op or ``check()`` raises on all ranks, and the group cannot be used any more.
     """
     name = group_name(group)
     _check_tokens("moe_dispatch", x, topk_ids)
@@ -212,16 +212,17 @@ def _dispatched(
 def moe_combine(
     results: torch.Tensor, route: Route, topk_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The experts' results to the tokens that they are for, weighted and summed.
+    """Sends the experts' results back to their tokens, and sums them there, weighted.
 
-    Products with shares and sums are in float32 (float64 of float64). A result travels home as it is, and a sum is rounded once, in
-    the choices' order: it has the same bits whatever else is in the batch, and for any number of ranks. With the dispatch's
-    ``sum_order="ranks"`` a rank sends its sum of a token's results. Every rank of the dispatch's group calls it.
+    Products with shares and sums are in float32 (float64 for float64). Each result travels back, and sums are made in the
+    choices' order and rounded once. So a sum has the same bits in any batch and for any number of ranks. With the
+    dispatch's ``sum_order="ranks"`` a rank sends only its sum of a token's results. Every rank of the dispatch's group
+    calls it.
 
     Args:
         results: [R, D], a row for each row of :func:`moe_dispatch`; bfloat16, float16, float32 or float64. Padding is not read.
-        route: the dispatch's.
-        topk_weights: [..., K], the shares, floating point; those of no route do not count. None: all are 1.
+        route: the :class:`Route` that the dispatch returned.
+        topk_weights: [..., K], the shares, floating point; shares of ignored ids do not count. None: all are 1.
 
     Returns:
         [..., D], fresh, of the results' dtype; zeros for a token without routes.
@@ -257,7 +258,7 @@ def _by_token(shares: torch.Tensor | None, route: Route) -> tuple[torch.Tensor |
 
 
 def _one_weight(name: str, weights: Weights, pairs: bool) -> tuple[torch.Tensor, ...]:
-    """A tensor [e, N, K] or a pair of them, out of what may also be a list of an expert each."""
+    """A tensor [e, N, K], or a pair of them, from tensors or from lists with a tensor for each expert."""
     if isinstance(weights, torch.Tensor):
         return (weights,)
     if pairs and len(weights) == 2 and all(weight.dim() == 3 for weight in weights):
@@ -311,9 +312,9 @@ def moe(
     transport: str | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """A mixture of experts over ranks: tokens to their experts' ranks, gate and up, activation, down, results home, weighted sum.
+    """A mixture of experts over ranks: sends tokens to their experts' ranks, computes there, sends results back, sums them.
 
-    This is the composition, whose parts follow each other::
+    It means this composition::
 
         rows, route = moe_dispatch(x, topk_ids, num_experts=num_experts, group=group)
         hidden = grouped_mm(rows, gate_up.transpose(1, 2), offs=route.offs)
@@ -321,9 +322,10 @@ def moe(
         results = grouped_mm(hidden, down.transpose(1, 2), offs=route.offs)
         moe_combine(results, route, topk_weights)
 
-    Every rank of the group calls it, as :func:`moe_dispatch`, with the same H, K and dtype; ranks may have different numbers of
-    tokens, rows and experts, each of them 0 too. bfloat16 on CUDA takes PyTorch's grouped GEMM where strides are multiples of 16
-    bytes; other operands take a GEMM for each expert, for which the host waits once more on CUDA.
+    Every rank of the group calls it, as :func:`moe_dispatch`, with the same H, K and dtype. Ranks may have different
+    numbers of tokens, rows and experts, also 0. On Hopper this package's grouped GEMM takes contiguous bfloat16 and float16
+    weights. Other bfloat16 on CUDA takes PyTorch's grouped GEMM if strides are multiples of 16 bytes. All else takes a GEMM
+    for each expert, for which the host waits once more on CUDA.
 
     Args:
         x, topk_ids, group: as :func:`moe_dispatch`.
@@ -334,15 +336,16 @@ def moe(
         num_experts: as :func:`moe_dispatch`; None: every rank has e.
         gate_up_bias, down_bias: [e, 2I] and [e, H], or None.
         activation: a name or a :class:`Gate`.
-        interleaved: whether gate and up take turns in the rows of ``gate_up``, which is then one tensor or a list.
+        interleaved: whether rows of gate and up alternate in ``gate_up``, which is then one tensor or a list.
         shares_on: where the shares multiply: ``"output"``, ``"hidden"`` (before down) or ``"input"``.
         sum_order, max_tokens, max_rows, transport: as :func:`moe_dispatch`.
 
     Returns:
-        [..., H], fresh, of x's dtype; zeros for a token without routes. Under autocast operands and result are of its dtype.
+        [..., H], fresh, of x's dtype; zeros for a token without routes. Under autocast operands and result have autocast's
+        dtype.
 
-    Gradients are in reverse mode, of any order, of x, topk_weights, weights and biases; an expert without rows gets zeros. Backward
-    sends a token's gradient once to a rank, and every rank takes part in it.
+    x, topk_weights, weights and biases have gradients in reverse mode, of any order; an expert without rows gets zeros.
+    Backward sends a token's gradient once to a rank, and every rank takes part in it.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`moe_dispatch`, and for weights, biases or options that do not fit.

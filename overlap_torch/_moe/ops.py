@@ -1,4 +1,4 @@
-"""The operators of a mixture of experts: how tokens and results travel, and the experts' products. Each has its fake and its gradients.
+"""The operators of a mixture of experts that carry tokens and results, with their fakes and gradients.
 
 A *route* is a token and one of its experts. The routes of a call are tensors, which ``moe_dispatch`` returns:
 
@@ -8,9 +8,9 @@ A *route* is a token and one of its experts. The routes of a call are tensors, w
 ``source`` [R]: ``received token * K + choice`` of each row, by the sender's choices; -1 for a row of padding.
 ``splits`` [4, W], on the CPU: routes sent to each rank and received from it, tokens sent and received.
 
-Over peers ``routes`` [T * K] are the rows of this rank's routes that its own experts have, ``-2 - rank`` for another rank's, -1 for none;
-``place`` and ``sent`` are empty; ``source`` is ``(rank * most tokens of a rank + token) * K + choice``, -2 after the last row; and
-``splits[0, 0]`` is -1 less the most routes of a rank.
+Over peers ``routes`` [T * K] has, for each of this rank's routes, its row among this rank's experts, ``-2 - rank`` for
+another rank's expert, or -1 for no route. ``place`` and ``sent`` are empty. ``source`` is ``(rank * most tokens of a rank +
+token) * K + choice``, and -2 after the last row. ``splits[0, 0]`` is -1 minus the most routes of a rank.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MOST_BYTES = 1 << 30  # of a slot of a rank's memory
 
 
 def peer_stride(splits: torch.Tensor) -> int | None:
-    """The most routes of a rank; None where the group's collectives carry the rows."""
+    """The most routes of a rank; None if the group's collectives carry the rows."""
     first = int(splits[0, 0])
     return -1 - first if first < 0 else None
 
@@ -79,7 +79,7 @@ def _count(ids, experts):
     ids = ids.to(torch.int64).flatten()
     ids = torch.where((ids >= 0) & (ids < total), ids, total)  # the last: no route
     sizes = torch.tensor(experts, device=device)
-    # No rank has the experts that are none: their routes visit a rank beyond the last.
+    # Ids outside all experts belong to no rank: their routes go to a rank beyond the last.
     owner = torch.repeat_interleave(
         torch.arange(ranks + 1, device=device),
         torch.tensor([*experts, 1], device=device),
@@ -102,7 +102,8 @@ def _count(ids, experts):
 
 @define("_moe_meet(Tensor message, Tensor met, int experts, int align) -> (Tensor, Tensor, Tensor)")
 def _meet(message, met, experts, align):
-    """Numbers [4 * W + 1] of what was sent and what came (`splits`, then the rows); `offs` and `counts` of this rank's experts."""
+    """The numbers [4 * W + 1] sent and received (`splits`, then the rows), and `offs` and `counts` of this rank's
+    experts."""
     came = met[:, :experts]
     own = came.sum(0)
     padded = (own + align - 1) // align * align
@@ -114,7 +115,7 @@ def _meet(message, met, experts, align):
     "_moe_arrive(Tensor met, Tensor offs, Tensor slots, int rows, int choices) -> (Tensor, Tensor)"
 )
 def _arrive(met, offs, slots, rows, choices):
-    """`place` and `source`. Rows lie in order of (expert, source rank, token): blocks of the messages move as they are."""
+    """`place` and `source`. Rows are ordered by (expert, source rank, token), so blocks of the messages move unchanged."""
     came, routes = met[:, : offs.shape[0]], slots.shape[0]
     lengths = came.flatten()
     begins = offs - offs.diff(prepend=offs.new_zeros(1))
@@ -159,8 +160,8 @@ def _rows(source, index, divisor):
 def _sum(rows, routes, shares, tokens, choices, row_shares):
     """[P, D] to [T, D]: each token's results times their shares, summed in the choices' order, rounded once.
 
-    So a token's result depends on no other token. A route of -1 is none. Shares are [T, K], or [P] with `row_shares`; those of no route
-    do not count, whatever they are.
+    So a token's result depends on no other token. A route of -1 is ignored. Shares are [T, K], or [P] with `row_shares`;
+    shares without a route are ignored.
     """
     wide = accumulated(rows.dtype)
     known = routes >= 0
@@ -205,7 +206,7 @@ def _spread(x, choices, routes, place, sent, source, splits, ranks_first, group)
     f"str group) -> (Tensor rows, Tensor offs, Tensor counts, {ROUTES})"
 )
 def _dispatch(x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group):
-    """`max_rows` of 0: as many rows as come, for which the host waits."""
+    """With a `max_rows` of 0 the host waits for the number of arriving rows."""
     if peers:
         rows, offs, counts, home, source, splits = _ops._moe_peer_dispatch(
             x, topk_ids, experts, align, ranks_first, max_tokens, max_rows, MOST_BYTES, group
@@ -263,7 +264,8 @@ def _away(parts, routes, place, source, splits, group):
     f"moe_combine(Tensor results, Tensor? topk_weights, SymInt tokens, int choices, {ROUTES}, bool ranks_first, str group) -> Tensor"
 )
 def combine(results, topk_weights, tokens, choices, *how):
-    """Every result home; or, `ranks_first`, each rank's sum of a token's results, which are added in the ranks' order."""
+    """Sends every result back. With `ranks_first`, each rank sends its sum of a token's results, and the sums are added in
+    the ranks' order."""
     routes, place, sent, source, splits, ranks_first, group = how
     stride = peer_stride(splits)
     if stride is not None:
@@ -350,8 +352,8 @@ def _combine_backward(ctx, grad):
 def combine_gradients(
     grad, results, weights, all_routes, choices, ranks_first, group, needs_shares
 ):
-    """The results' and the shares' gradients. A token's goes once to a rank; the results are there, so that those of shares are dots of
-    rows."""
+    """The gradients of results and shares. A token's gradient goes once to a rank. The results are there, so shares'
+    gradients are dots of rows."""
     routes, place, _, source, splits = all_routes
     carried = (routes, place, source, splits)
     rows = _ops._moe_spread(grad, choices, *all_routes, ranks_first, group)

@@ -1,4 +1,5 @@
-"""The experts' products, and their gradients: by this package's grouped GEMM on Hopper, by PyTorch's, or by a GEMM for each expert."""
+"""The experts' products and their gradients, by this package's grouped GEMM (Hopper), PyTorch's, or a GEMM for each
+expert."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def _ends(offs: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _groups_fit(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> bool:
-    """True if torch's grouped_mm takes them without waiting for the host: bfloat16 on CUDA, 16-byte strides and pointers."""
+    """True if torch's grouped_mm takes the operands without waiting for the host: bfloat16 on CUDA, 16-byte strides and
+    pointers."""
     return (
         a.is_cuda
         and a.dtype == b.dtype == torch.bfloat16
@@ -60,8 +62,9 @@ def _on_hopper(device: torch.device) -> bool:
 def _ours_fit(
     rows: torch.Tensor, read: list[torch.Tensor], offs: torch.Tensor, columns: int
 ) -> bool:
-    """True if this package's grouped GEMM takes them: 16-bit types, contiguous rows of at least 128 bytes, which are multiples of 16, as
-    those of the output, [R, columns], are. ``read``: weights and biases, which it reads by 16 bytes."""
+    """True if this package's grouped GEMM takes the operands: 16-bit types, and contiguous rows of at least 128 bytes and
+    multiples of 16. Rows of the output, [R, columns], are multiples of 16 bytes, too. ``read``: weights and biases, which
+    it reads by 16 bytes."""
     return (
         rows.is_cuda
         and rows.dtype in (torch.bfloat16, torch.float16)
@@ -126,9 +129,10 @@ def _hidden(rows, weight, up, bias, offs, *form):
     "bool ranks_first, bool keep, str group) -> (Tensor, Tensor)"
 )
 def _down(hidden, weight, offs, topk_weights, tokens, choices, *how):
-    """`_moe_linear` and `moe_combine`; and the experts' results if they are kept, else an empty tensor.
+    """`_moe_linear`, then `moe_combine`; returns also the experts' results if they are kept, else an empty tensor.
 
-    On Hopper, over peers, results go home as the GEMM's tiles are finished, unless each rank sums its own first.
+    On Hopper, over peers, results travel back as the GEMM's tiles are finished, unless each rank sums its own results
+    first.
     """
     *routes, ranks_first, keep, group = how
     stride = peer_stride(routes[4])

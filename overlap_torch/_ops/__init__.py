@@ -1,4 +1,4 @@
-"""The ops in Python: each module registers, beside its op's wrapper, the fake kernel and the gradients."""
+"""The ops in Python: each module has its op's wrapper, and registers its fake kernel and gradients."""
 
 from overlap_torch._ops import (  # noqa: F401  (registers what the ops count, and refuse)
     dtensor,

@@ -63,7 +63,7 @@ def _fake(
     return output, gathered
 
 
-# Lists of biases may hold None, whose place torch.library.register_autograd would lose.
+# Lists of biases may hold None; torch.library.register_autograd would lose its place.
 def _autograd_weights(
     keyset, input, weights, biases, *, dim: int = 0, group: str
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -89,7 +89,7 @@ def _autograd(
 def _record(
     group: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `record_weights`, of one."""
+    """As `record_weights`, for one weight."""
 
     def run(input, weights, biases):
         output, gathered = eager.allgather_gemm(input, weights[0], biases[0], dim, group)
@@ -176,53 +176,55 @@ def allgather_gemm(
     use_fast_accum=False,
     shared_scale_input=False,
 ):
-    """``g = all_gather(input, dim)``; ``(g @ weight.T + bias, g)``, with the GEMM of gathered rows beside the gather.
+    """``g = all_gather(input, dim)``, then ``(g @ weight.T + bias, g)``, with the GEMM beside the gather.
 
-    The result is that of the unfused composition, here of dim 0::
+    The result equals the unfused composition, here for dim 0::
 
         gathered = input.new_empty(input.shape[0] * world_size, *input.shape[1:])
         torch.distributed.all_gather_into_tensor(gathered, input.contiguous(), group=group)
         torch.nn.functional.linear(gathered, weight, bias), gathered
 
     Every rank of the group calls it with the same shapes and dtype, in the same order of calls; strides may differ.
-    The composition runs what the fast path cannot take.
+    The composition runs if the fast path cannot.
 
     Args:
         input: [D0, ..., K], this rank's rows.
-        weight: [N, K], this rank's part, as in ``torch.nn.Linear``, contiguous along either dim for speed; or a
-            sequence of weights [N_i, K] (q, k, v; gate, up), for which the rows are gathered once. The output has the form of
-            ``weight``: a tensor for a tensor, a list for a sequence, of one weight too.
+        weight: [N, K], this rank's part, as in ``torch.nn.Linear``; fastest if it is contiguous along one of its dims. Or a
+            sequence of weights [N_i, K] (q, k, v; gate, up), for which the rows are gathered once. The output has the form
+            of ``weight``: a tensor for a tensor, a list for a sequence, even with one weight.
         bias: [N] or None, this rank's part; for a sequence of weights None, or a sequence with one of these for each.
-        dim: the input's dim along which the ranks' parts are put together, any but the last; of scaled operands 0.
+        dim: the input's dim along which the ranks' parts are put together, any except the last; for scaled operands 0.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
         scale_input, scale_weight, recipe_input, recipe_weight, output_dtype, use_fast_accum: for fp8 operands, as in
             :func:`overlap_torch.gemm_allreduce`; scales of several weights are a sequence. fp8 numbers and their
             scales travel, not the dequantised values.
-        shared_scale_input: for TensorWise scales: every rank has the same ``scale_input``, so that it is not gathered.
+        shared_scale_input: for TensorWise scales: True says that every rank has the same ``scale_input``, so it is not
+            gathered.
 
     Returns:
-        ``(output, g)``: fresh, contiguous tensors [world size * D0, ..., N] and [world size * D0, ..., K], or with ``dim``
-        so much longer, of the operands' dtype; for a sequence of weights ``output`` is a list of these, [world size * D0, ..., N_i]. Dtypes, accumulation and autocast are as in
-        :func:`overlap_torch.gemm_allreduce`. Scaled operands return ``(output, g, scales)``:
-        ``output`` of ``output_dtype``, ``g`` of the input's, and the gathered scales of ``g``:
-        ``scale_input`` with dim 0 world size times as long, or, for TensorWise scales, [world
-        size], one for each part of the rows, and [1] if they are shared.
+        ``(output, g)``: fresh, contiguous tensors [world size * D0, ..., N] and [world size * D0, ..., K] of the operands'
+        dtype; with another ``dim``, that dim is world size times as long. For a sequence of weights ``output`` is a list of
+        tensors [world size * D0, ..., N_i]. Dtypes, accumulation and autocast are as in
+        :func:`overlap_torch.gemm_allreduce`. Scaled operands return ``(output, g, scales)``: ``output`` has
+        ``output_dtype``, ``g`` the input's dtype. ``scales`` are the gathered scales of ``g``: ``scale_input`` with dim 0
+        world size times as long. For TensorWise scales they are [world size], one for each part of the rows, or [1] if they
+        are shared.
 
     Gradients are in reverse mode, of any order. Backward keeps ``input`` and gathers it again, beside the
     :func:`overlap_torch.gemm_reducescatter` that makes its gradient; every rank has to run it. A gradient that reaches
-    ``g`` is reduce-scattered and added. Gradients of weights and biases are those of this rank's parts.
-    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` makes one call for each element of the
-    batch, whose size must be equal on all ranks.
+    ``g`` is reduce-scattered and added. Gradients of weights and biases are for this rank's parts. ``torch.func.grad``,
+    ``vjp``, ``jacrev`` and ``vmap`` work, too. ``vmap`` makes one call for each element of the batch, so all ranks need
+    batches of the same size.
 
     Raises:
         ValueError: shapes or devices that do not fit, no such ``dim``, not one bias for each of several weights, or an unknown group.
         TypeError: dtypes that do not fit, fp8 operands without scales, one bias tensor for a sequence of weights, or a ``group`` that is none of the above.
         NotImplementedError: an operand has a tangent (forward mode), or a scaled operand requires grad: the layers of
             :mod:`overlap_torch.nn` train in fp8.
-        RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
-            :func:`overlap_torch.check`).
+        RuntimeError: a problem's first call is inside a CUDA graph capture, or an earlier op failed after it had returned
+            (see :func:`overlap_torch.check`).
 
-    The technique: GEMM tiles wait for the arrival of their rows, Flux (arXiv 2406.06858).
+    GEMM tiles wait for the arrival of their rows, as in Flux (arXiv 2406.06858).
     """
     scales = (scale_input, scale_weight, recipe_input, recipe_weight)
     unscaled = scaled.no_scales("allgather_gemm", dim, *scales)

@@ -1,4 +1,4 @@
-"""Gradients of ``allgather_gemm``, of any order, and how a call of it is recorded."""
+"""Gradients of ``allgather_gemm``, of any order, and the recording of its calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _op_weights = torch.ops.overlap.allgather_gemm.weights
 _scatter_op = torch.ops.overlap.gemm_reducescatter.default
 Biases = Sequence[torch.Tensor | None]
 
-# The op, of an input, its weights and a bias or None for each; what it returns.
+# The op: takes an input, its weights and a bias or None for each; returns the op's results.
 _Run = Callable[..., tuple[list[torch.Tensor], torch.Tensor]]
 
 
@@ -52,8 +52,8 @@ class Call:
 class AllGatherGemm(SingleLevelFunction):
     """Both overloads, between the autograd keys and those below.
 
-    The shard is saved and gathered again in backward, so that the whole need not be kept. Backward communicates
-    or not depending on requires_grad and on which outputs were used, which all ranks share.
+    The shard is saved and gathered again in backward, so that the gathered input need not be kept. Backward communicates or
+    not depending on requires_grad and on which outputs were used, which all ranks share.
     """
 
     # Compiled autograd asks for it; only torch.autograd.Function has one.
@@ -96,7 +96,7 @@ class AllGatherGemm(SingleLevelFunction):
 
 
 class _Wanted:
-    """The weights and biases whose gradients are wanted and can be had, their group, and the dim that is cut."""
+    """The weights and biases that want gradients and can have them, their group, and the cut dim."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ def _gradients(
     grads: Sequence[Gradient],
     weights: Sequence[Gradient],
 ) -> tuple[Gradient, Sequence[Gradient], Sequence[Gradient]]:
-    """The gradients of the input, of each weight and of each bias; recorded where they may be differentiated."""
+    """The gradients of the input, of each weight and of each bias; recorded if they may be differentiated."""
     count = len(grads)
     grad_input, *others = _AllGatherGemmGradients.apply_in_backward(
         wanted, gathered_grad, shard, *grads, *weights
@@ -218,14 +218,15 @@ class _AllGatherGemmGradients(TransformedFunction):
 
 
 def _or_zeros(weight: Gradient, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """``weight``, or the zeros in its place that make zeros of ``input``, in the shape of the output's gradient."""
+    """``weight``, or zeros instead, with which ``input`` gives zeros in the shape of the output's gradient."""
     return grad.new_zeros((grad.shape[-1], input.shape[-1])) if weight is None else weight
 
 
 def _input_gradient(
     grads: Sequence[Gradient], weights: Sequence[Gradient], gathered_grad: Gradient, wanted: _Wanted
 ) -> Gradient:
-    """The outputs' part by one reduce-scatter over all weights, and what reached the gathered input."""
+    """The input's gradient: the outputs' part by one reduce-scatter over all weights, plus the gradient of the gathered
+    input."""
     group, dim, scattered = wanted.group, wanted.dim, None
     if gathered_grad is not None:
         scattered = start_reduce_scatter(gathered_grad, group, dim % gathered_grad.dim())
@@ -261,7 +262,7 @@ def run_kernel(
 
 
 def one_for_each(weights: Sequence[torch.Tensor], biases: Biases) -> Sequence[torch.Tensor | None]:
-    """A bias or None for each weight; the Function's arguments are counted by them."""
+    """A bias or None for each weight, so that the Function's number of arguments is known."""
     fakes.check_number_of_biases("allgather_gemm", weights, biases)
     return list(biases) or [None] * len(weights)
 
@@ -269,7 +270,7 @@ def one_for_each(weights: Sequence[torch.Tensor], biases: Biases) -> Sequence[to
 def record_weights(
     group: str, input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Biases, *, dim: int
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The op of several weights that has a gradient to record, and nothing else: see `eager`."""
+    """The op of several weights for a call that only has a gradient to record: see `eager`."""
 
     def run(input, weights, biases):
         return eager.allgather_gemm_weights(input, weights, biases, dim, group)
@@ -284,7 +285,7 @@ def record_weights(
 def _call_weights(
     input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Biases, dim: int, group: str
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The op of several weights, recorded where it may be differentiated."""
+    """The op of several weights, recorded if it may be differentiated."""
     return eager.call(
         eager.allgather_gemm_weights,
         _op_weights,

@@ -1,4 +1,4 @@
-"""Rows of ``input @ weight.T + bias`` to the ranks they belong to."""
+"""Sends rows of ``input @ weight.T + bias`` to the ranks that own them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _fake(
 
 
 class _Product(OpProduct):
-    """The op as its gradients see it: every tensor is this rank's own."""
+    """The op for its gradients: every tensor is this rank's own."""
 
     op, short_op = _op, staticmethod(eager.gemm_alltoall)
     keeps_gradients = True
@@ -100,14 +100,14 @@ def gemm_alltoall(
     output_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Sends rows of ``input @ weight.T + bias`` to their ranks, early destinations beside the GEMM of later ones.
+    """Sends rows of ``input @ weight.T + bias`` to their ranks, while the GEMM computes later ranks' rows.
 
-    Between 2 to 8 GPUs of one host that map each other's memory over a fast link the GEMM itself stores rows into the
-    memory of the rank that they are for, if they are many, have no bias and the kernels take them (Hopper, bf16 and fp16);
-    otherwise one kernel sends them after the GEMM. Where there is no such memory, rows of the output are no multiples of
-    16 bytes, or the dtype is float64, NCCL sends them; on CPU the process group does.
+    If 2 to 8 GPUs of one host map each other's memory over a fast link, the GEMM itself stores rows into their rank's
+    memory. This needs many rows, no bias, and operands that the kernels take (Hopper, bf16 and fp16); otherwise one kernel
+    sends the rows after the GEMM. NCCL sends them if there is no such memory, if rows of the output are not multiples of 16
+    bytes, and for float64. On CPU the process group does.
 
-    The result is that of the unfused composition::
+    The result equals the unfused composition::
 
         rows = torch.nn.functional.linear(input, weight, bias)
         output = rows.new_empty(sum(recv_rows), *rows.shape[1:])
@@ -115,27 +115,27 @@ def gemm_alltoall(
         output
 
     Every rank of the group calls it with the same N, K, dims between the first and the last and dtype, in the same order
-    of calls; a rank that has nothing to send or to receive takes part too. Weights, biases and numbers of rows may
-    differ by rank. The composition runs what the fast path cannot take.
+    of calls; a rank that has nothing to send or to receive takes part, too. Weights, biases and numbers of rows may differ
+    by rank. The composition runs if the fast path cannot.
 
     Args:
-        input: [D0, ..., K], this rank's rows, in order of the ranks they are for.
-        weight: [N, K], as in ``torch.nn.Linear``; contiguous along either dim for speed.
-        send_rows: how many rows of dim 0 go to each rank: one count >= 0 for each rank, D0 in all.
-        recv_rows: how many rows come from each rank; rank r's ``send_rows[s]`` is rank s's ``recv_rows[r]``.
+        input: [D0, ..., K], this rank's rows, in order of their destination ranks.
+        weight: [N, K], as in ``torch.nn.Linear``; fastest if it is contiguous along one of its dims.
+        send_rows: the number of rows of dim 0 for each rank: one count >= 0 for each rank, D0 in all.
+        recv_rows: the number of rows from each rank; rank r's ``send_rows[s]`` is rank s's ``recv_rows[r]``.
         bias: [N] or None; the sender adds it.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
         scale_input, scale_weight, recipe_input, recipe_weight, output_dtype, use_fast_accum: for fp8 operands, as in
             :func:`overlap_torch.gemm_allreduce`.
 
     Returns:
-        A fresh, contiguous tensor [sum(recv_rows), ..., N], of the operands' dtype, in order of the ranks that sent the
-        rows. Dtypes, accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
+        A fresh, contiguous tensor [sum(recv_rows), ..., N], of the operands' dtype, in order of the sending ranks. Dtypes,
+        accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
 
     Gradients are in reverse mode, of any order. Backward sends the gradient's rows back, and every rank has to take
     part. The rest is local, so gradients of weight and bias are this rank's own.
-    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` makes one call for each element of the
-    batch, whose size must be equal on all ranks.
+    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` work, too. ``vmap`` makes one call for each element of the batch,
+    so all ranks need batches of the same size.
 
     Raises:
         ValueError: counts that are not one for each rank, negative or do not add up to D0, shapes or devices that do
@@ -143,8 +143,8 @@ def gemm_alltoall(
         TypeError: dtypes that do not fit, fp8 operands without scales, or a ``group`` that is none of the above.
         NotImplementedError: an operand has a tangent (forward mode), or a scaled operand requires grad: the layers of
             :mod:`overlap_torch.nn` train in fp8.
-        RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
-            :func:`overlap_torch.check`). Ranks that disagree about the counts are found under ``OVERLAP_DEBUG=1``.
+        RuntimeError: a problem's first call is inside a CUDA graph capture, or an earlier op failed after it had returned
+            (see :func:`overlap_torch.check`). With ``OVERLAP_DEBUG=1`` also ranks that disagree about the counts.
     """
     operands = (input, weight, send_rows, recv_rows)
     if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:

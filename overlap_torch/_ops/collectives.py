@@ -1,7 +1,8 @@
 """The collectives of gradients and layers, as functional ones that a compiler sees; none records a gradient.
 
-On CPU the ranks compare each one before it begins, as they compare calls of ops: a rank that raised elsewhere and left it
-out is named, and nothing is on its way that a later call would meet. A compiled graph's own are not compared.
+On CPU the ranks compare each collective before it begins, as they compare calls of ops. If a rank raised elsewhere and
+skipped one, the error names the rank, and no message is left for a later call. A compiled graph's own collectives are not
+compared.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _compares_all() -> bool:
 
 
 def compares(tensor: torch.Tensor) -> bool:
-    """True if ranks compare a call on it; fakes and other subclasses communicate nothing, or by rules of their own."""
+    """True if ranks compare a call on this tensor; fakes and other subclasses do not communicate, or by their own rules."""
     if is_dynamo_compiling() or type(tensor) is not torch.Tensor:
         return False
     return tensor.device.type == "cpu" or _compares_all()
@@ -48,7 +49,7 @@ def _has_gloo_for(shard: torch.Tensor, group: str) -> bool:
 
 
 def start_all_gather(shard: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
-    """Begins to gather the group's ``ranks`` shards along dim 0; the result may be used after :func:`wait`."""
+    """Begins a gather of the group's ``ranks`` shards along dim 0; the result may be used after :func:`wait`."""
     compare("an all-gather", shard, shard.shape, group)
     if _has_gloo_for(shard, group):
         # Gloo's two worker threads write the name of what they have just done into one string of the group, without a
@@ -113,6 +114,6 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wait_for_gather(begun: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
-    """The shards of ``ranks`` ranks that :func:`start_all_gather` has begun to gather, put together along ``dim``."""
+    """Waits for :func:`start_all_gather`, and puts the shards of ``ranks`` ranks together along ``dim``."""
     gathered = wait(begun)
     return gathered if dim == 0 else torch.cat(gathered.chunk(ranks), dim)

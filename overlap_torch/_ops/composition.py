@@ -1,6 +1,6 @@
-"""The unfused compositions: what each op means. Tests hold the ops to these lines.
+"""The unfused compositions: the meaning of each op. Tests compare the ops with these lines.
 
-Operands are as the ops take them: ``input`` [..., K], ``weight`` [N, K] as in ``torch.nn.Linear``, ``bias`` [N] or None.
+Operands are the ops': ``input`` [..., K], ``weight`` [N, K] as in ``torch.nn.Linear``, ``bias`` [N] or None.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def finish(
     scale: torch.Tensor | None = None,
     return_norm: bool = False,
 ) -> list[torch.Tensor]:
-    """Rows [..., N] of a sum as results: norm or its cast, sum with residual, scales, the norm that was cast."""
+    """The results from a sum's rows [..., N]: norm or its cast, sum with residual, scales, the norm before the cast."""
     dtype = total.dtype
     wide = accumulated(dtype)
     for term in (bias, residual):
@@ -105,7 +105,7 @@ def finish(
     values = (blocks / scales.unsqueeze(-1)).flatten(-2)[..., :columns]
     scales = (
         scales.movedim(-1, 0).contiguous().movedim(0, -1)
-    )  # one block's of all rows, then the next one's
+    )  # block after block: a block's scales for all rows
     return [_to_fp8(values), total, scales, *kept]
 
 

@@ -1,7 +1,7 @@
-"""The ops beside torch.distributed's tensors: DTensors are no operands, CommDebugMode counts the ops, and LocalTensors, which
-stand for all ranks in one process, take the compositions.
+"""The ops and torch.distributed's tensors: DTensors are refused, CommDebugMode counts the ops, and LocalTensors, which
+simulate all ranks in one process, take the compositions.
 
-Importing these takes a second, so the ops are made known to each when it has been imported by somebody else.
+These modules take a second to import, so the ops are registered with each of them only after something else imported it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _known: set[str] = set()
 
 
 def make_ops_known() -> None:
-    """To those of the modules above that are there, before an op reaches them."""
+    """Registers the ops with the imported modules above, before an op reaches them."""
     if len(_known) == 3:
         return
     if _DTENSOR not in _known and (tensors := _imported(_DTENSOR, "DTensor")) is not None:
@@ -47,7 +47,7 @@ def make_ops_known() -> None:
 
 
 def _dispatch_by(cls: type, rule: Any) -> None:
-    """All ops, where a tensor or a mode of this class sees them."""
+    """Registers a rule for all ops, for calls with a tensor or a mode of this class."""
     for name in _STYLES:
         for overload in getattr(torch.ops.overlap, name).overloads():
             op = f"overlap::{name}" + ("" if overload == "default" else f".{overload}")
@@ -55,7 +55,7 @@ def _dispatch_by(cls: type, rule: Any) -> None:
 
 
 def _imported(name: str, member: str) -> Any:
-    """The module, if its import has come as far as the member."""
+    """The module, if its import has already defined the member."""
     module = sys.modules.get(name)
     return module if hasattr(module, member) else None
 
@@ -81,7 +81,8 @@ def _refuse(cls: type, op: torch._ops.OpOverload, types: Any, args: Any, kwargs:
 
 
 def _compose(mode: Any, op: torch._ops.OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
-    """The composition, whose collectives LocalTensorMode does for all ranks: the op would run once for each, alone."""
+    """The composition, because LocalTensorMode does its collectives for all ranks. The op would run once for each rank,
+    alone."""
     local = sys.modules[_LOCAL_TENSOR].LocalTensor
     if not any(isinstance(leaf, local) for leaf in pytree.tree_leaves(args)):
         return op(*args, **kwargs)

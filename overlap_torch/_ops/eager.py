@@ -1,9 +1,10 @@
-"""The ops' short path: as functions of their schema's parameters by position.
+"""The ops' short path: functions of their schemas' parameters by position.
 
-Each returns None for a call that is not for it, because of a mode, a subclass or an argument of another type: that one goes
-through torch.ops, which costs three times the host's time. It returns True for a call that only has a gradient to record:
-that one is the op's autograd Function, whose forward takes the short path. A compiler must not meet them. :func:`call` takes
-the way that is right. ``recorded`` is none of an op's: see `gradients.recorded`.
+Each function returns None for a call that it cannot take, because of a mode, a subclass or an argument of another type.
+Such a call goes through torch.ops, which costs three times the host's time. A function returns True for a call that only
+has a gradient to record. Such a call applies the op's autograd Function, and its forward takes the short path. A compiler
+must not
+see these functions. :func:`call` chooses the right path. ``recorded`` does not belong to an op: see `gradients.recorded`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ try:
 except ImportError:  # built for another Python
 
     def gemm_allreduce(*arguments: Any) -> None:
-        """No call is for it."""
+        """Stands in where `_eager` is not built: takes no call."""
 
     allgather_gemm = allgather_gemm_scaled = gemm_allreduce
     allgather_gemm_weights = allgather_gemm_scaled_weights = gemm_allreduce
@@ -42,7 +43,7 @@ except ImportError:  # built for another Python
     gemm_reducescatter = gemm_reducescatter_scaled = gemm_allreduce
 
     def recorded(outputs: Any, keeps_gradients: bool) -> Any:
-        """The outputs keep their node of Python."""
+        """Stands in where `_eager` is not built: the outputs keep their Python node."""
         return outputs
 
 
@@ -61,7 +62,7 @@ __all__ = [
 ]
 
 
-# Follows each call that is not traced, with its op, group and arguments: see overlap_torch._tune.first_calls.
+# Called after each call that is not traced, with its op, group and arguments: see overlap_torch._tune.first_calls.
 behind_calls: Callable[..., None] | None = None
 
 
@@ -73,10 +74,10 @@ def call(
     record: Callable[..., Any] | None = None,
     **keywords: Any,
 ) -> Any:
-    """``op`` of the arguments, by its short path if that takes them.
+    """Calls ``op``, by its short path if that takes the arguments.
 
-    ``record``: the op, recorded by its autograd Function, of the group's name, arguments and keywords; None: it has no gradient.
-    ``keywords``: the parameters of the schema that are keywords, except for the group, all of them and in its order.
+    ``record``: takes the group's name, arguments and keywords, and applies the op's autograd Function; None if the op has
+    no gradient. ``keywords``: all keyword parameters of the schema, in its order, except the group.
     """
     name = group if type(group) is str else group_name(group)
     if is_dynamo_compiling():

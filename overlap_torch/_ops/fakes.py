@@ -1,4 +1,4 @@
-"""The checks of the ops' fake kernels: the same as the real ones, on shapes that may be symbolic."""
+"""The checks of the ops' fake kernels: the real kernels' checks, on shapes that may be symbolic."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check_invariance(op: str, invariance: str | None) -> None:
 
 
 def check_divisible(op: str, input: torch.Tensor, dim: int, world: int) -> None:
-    """A reduce-scatter's rows."""
+    """Checks a reduce-scatter's rows."""
     torch._check_value(
         input.shape[dim] % world == 0,
         lambda: (
@@ -100,7 +100,7 @@ def check_number_of_biases(
 
 
 def row_dim(op: str, input: torch.Tensor, dim: int = 0) -> int:
-    """The dim that is cut between the ranks, counted from the front."""
+    """The dim that is divided among the ranks, counted from the front."""
     torch._check_value(
         input.dim() >= 2,
         lambda: (
@@ -120,14 +120,14 @@ def row_dim(op: str, input: torch.Tensor, dim: int = 0) -> int:
 
 
 def with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
-    """The shape, whose dim has another size."""
+    """The shape with another size of one dim."""
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
 def check_counts(
     input: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], group: str
 ) -> None:
-    """An all-to-all's."""
+    """Checks an all-to-all's counts."""
     world = world_size(group)
     for name, counts in (("send_rows", send_rows), ("recv_rows", recv_rows)):
         torch._check_value(

@@ -1,17 +1,16 @@
-"""The ops' gradients have this in common: reverse mode, of any order.
+"""The common part of the ops' gradients: reverse mode, of any order.
 
 An op is linear in its input and in its weight. So its gradients are products of the same kind, and the gradients' gradients
-are the op and its gradients again. In the words of one op, ``y = op(x, w, b)`` and ``gx, gw, gb = gradients(gy, x, w)``:
-where ``vx, vw, vb`` is what reaches ``gx, gw, gb``,
+are the op and its gradients again. Take one op, ``y = op(x, w, b)`` and ``gx, gw, gb = gradients(gy, x, w)``. If the
+gradients of ``gx, gw, gb`` are ``vx, vw, vb``, then
 
 - ``gy`` receives ``op([vx, x], [w, vw], vb)``: one call, of both pairs side by side along K;
 - ``x`` and ``w`` receive the first two of ``gradients(gy, vx, vw)``.
 
-A tensor is either this rank's own or replicated. A replicated one counts once in what is differentiated, and every rank has
-the whole of its gradient. Therefore an op that sums over the ranks has gradients that need not, and the other way round.
-Autograd cannot know it from what the gradients call, so they are Functions of their own, which follow the lines above.
-They communicate or not depending on requires_grad and on which outputs were used, which all ranks
-share.
+A tensor is either this rank's own or replicated. A replicated tensor counts once in the differentiated function, and every
+rank has its whole gradient. Therefore an op that sums over the ranks has gradients that do not, and the reverse. Autograd
+cannot derive this from the gradients' own calls, so the gradients are Functions, which follow the lines above. They
+communicate or not depending on requires_grad and on which outputs were used, which all ranks share.
 """
 
 from __future__ import annotations
@@ -58,21 +57,23 @@ class Product(Protocol):
         """The product; its gradients are recorded."""
 
     def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
-        """All dims but K of the input, by the output's gradient."""
+        """All dims of the input except K, from the output's gradient."""
 
     def gradients(
         self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
     ) -> Gradients:
-        """The input's if ``weight`` is given, the weight's if ``input`` is, the bias's if asked for; none is recorded."""
+        """The input's gradient if ``weight`` is given, the weight's if ``input`` is, the bias's if requested; none is
+        recorded."""
 
 
 class OpProduct(Product):
-    """A product that is an op: of input, weight, ``counts`` and bias, and by keyword ``how``, in the schema's order."""
+    """A product that is an op. It takes input, weight, ``counts`` and bias, and ``how`` by keyword, in the schema's
+    order."""
 
     op: torch._ops.OpOverload
     short_op: Callable[..., Any]  # its short path
-    # Backward communicates for the operands what the weights need, too; the weights' gradients are wanted later; and
-    # what was communicated of a gradient until then.
+    # Backward communicates the operands' gradient, which the weights need, too, and their gradients are wanted later. This
+    # keeps the communicated gradient until then.
     keeps_gradients = False
     is_split = False
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -91,7 +92,7 @@ class OpProduct(Product):
     def short(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """The op by its short path; nothing may record."""
+        """Calls the op by its short path; nothing may be recorded."""
         return self.short_op(input, weight, *self.counts, bias, *self.how.values(), self.group)
 
     def redispatch(
@@ -101,7 +102,7 @@ class OpProduct(Product):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The op's kernel for the keys of the set."""
+        """Calls the op's kernel for the keys of the set."""
         arguments = (input, weight, *self.counts, bias)
         return self.op.redispatch(keyset, *arguments, **self.how, group=self.group)
 
@@ -114,30 +115,30 @@ class OpProduct(Product):
         *counts_and_bias: Any,
         **how: Any,
     ) -> torch.Tensor:
-        """The op that has a gradient to record, and nothing else: see `eager`."""
+        """The op for a call that only has a gradient to record: see `eager`."""
         *counts, bias = counts_and_bias
-        # Counts of its own: backward comes later.
+        # Its own copy of the counts, because backward comes later.
         product = cls(group, *map(list, counts), **how)
         output = _RecordedProduct.apply(product, product.short, input, weight, bias)
         return recorded(output, product.keeps_gradients)
 
 
 class TransformedFunction(torch.autograd.Function):
-    """A Function that torch.func's transforms take. Under vmap it runs for one element of the batch after another.
+    """A Function for torch.func's transforms. Under vmap it runs for one element of the batch after another.
 
     So every rank needs a batch of the same size, as each element has its collectives. ``forward`` takes no context.
     """
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """As ``Function.apply``, which reads the signature of ``forward`` at every call, for arguments by default."""
+        """As ``Function.apply``, but without reading the signature of ``forward`` at every call for default arguments."""
         if transforms_are_active():
             return super().apply(*args)
         return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))
 
     @classmethod
     def apply_in_backward(cls, *args: Any) -> Any:
-        """As ``apply``, for a backward: records nothing where nobody may differentiate what it computes."""
+        """As ``apply``, for a backward: records nothing if its results cannot be differentiated."""
         recorded = torch.is_grad_enabled() or transforms_are_active()
         return cls.apply(*args) if recorded else cls.forward(*args)
 
@@ -189,28 +190,28 @@ class ProductGradients(TransformedFunction):
 
 
 def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Along the last dim; one alone as it is."""
+    """Concatenates along the last dim; a single tensor stays as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)
 
 
 def one_after_the_other(
     grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients [..., N_i] and weights [N_i, K] as those of one output: [..., N] and [N, K]."""
+    """Gradients [..., N_i] and weights [N_i, K] as for one output: [..., N] and [N, K]."""
     if len(grads) == 1:
         return grads[0], weights[0]
     return torch.cat(tuple(grads), dim=-1), torch.cat(tuple(weights))
 
 
 def of_each(with_bias: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """A Function's values for all weights and after them those for the biases that there are, by weight: two lists."""
+    """Splits a Function's values, all weights' and then the existing biases', into two lists by weight."""
     count = len(with_bias)
     given = iter(values[count:])
     return list(values[:count]), [next(given) if has_one else None for has_one in with_bias]
 
 
 class _RecordedProduct(SingleLevelFunction):
-    """An op of one output, between the autograd keys and those below."""
+    """An op with one output, between the autograd keys and the keys below."""
 
     # Compiled autograd asks for it; only torch.autograd.Function has one.
     _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
@@ -264,7 +265,7 @@ autograd_kernels = torch.library.Library("overlap", "IMPL")
 
 
 def needs_recording(op: str, *operands: torch.Tensor | None) -> bool:
-    """True if a kernel has to record the call; raises NotImplementedError where an operand has a tangent."""
+    """True if a kernel has to record the call; raises NotImplementedError if an operand has a tangent."""
     dtensor.make_ops_known()
     _refuse_tangents(op, operands)
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
@@ -280,12 +281,12 @@ def _refuse_tangents(op: str, operands: Iterable[torch.Tensor | None]) -> None:
 
 
 def recorded(outputs: Any, keeps_gradients: bool = False) -> Any:
-    """The result of a Function of operands and weights, a tensor or a tuple, by nodes that C++ owns.
+    """The result of a Function of operands and weights, a tensor or a tuple, with nodes that C++ owns.
 
-    Backward may then want the gradients of the operands first and those of the weights later, as zero-bubble schedules of
-    pipelines do, and ``needs_input_grad`` says which. With ``keeps_gradients``, or several outputs, the later one gets the
-    same tensors as the first: see :func:`kept`. The outputs may be changed in place. Compilers and torch.func make nodes
-    of their own.
+    Backward may then want the operands' gradients first and the weights' gradients later, as in zero-bubble schedules of
+    pipelines; ``needs_input_grad`` says which. With ``keeps_gradients``, or several outputs, the later backward gets the
+    same tensors as the first: see :func:`kept`. The outputs may be changed in place. Compilers and torch.func make their
+    own nodes.
     """
     if is_compiling() or transforms_are_active():
         return outputs
@@ -293,9 +294,7 @@ def recorded(outputs: Any, keeps_gradients: bool = False) -> Any:
 
 
 def kept(place: Any, grad: torch.Tensor) -> Any:
-    """The result that an earlier backward has left in ``place.kept`` with the same gradient; None
-    if there is nothing.
-    """
+    """The result that an earlier backward with the same gradient left in ``place.kept``, or None."""
     pair, place.kept = place.kept, None
     return pair[1] if pair is not None and pair[0] is grad else None
 
@@ -303,8 +302,8 @@ def kept(place: Any, grad: torch.Tensor) -> Any:
 def record(function: type[SingleLevelFunction], *args: Any) -> Any:
     """``function.apply`` within an autograd kernel.
 
-    There the dispatcher has taken one of torch.func's levels, as it does for PyTorch's own operators, and takes the
-    others below the kernel. A ``torch.autograd.Function`` would take them all, from the first.
+    There the dispatcher has peeled off one of torch.func's levels, as for PyTorch's own operators, and peels off the others
+    below the kernel. A ``torch.autograd.Function`` would take all of them at once.
     """
     if not transforms_are_active():
         return function.apply(*args)
@@ -320,13 +319,13 @@ def below_autograd(
     with torch._C._AutoDispatchBelowAutograd():
         if not transforms_are_active():
             return redispatch(keyset, *args)
-        # A Function's forward turns both modes off, but the levels below may be recording.
+        # A Function's forward turns both modes off, but the levels below may still record.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return redispatch(keyset, *args)
 
 
 def register_vmap(op: torch._ops.OpOverload) -> None:
-    """vmap of an op: one call for each element of the batch, of which every rank needs as many."""
+    """Registers vmap of an op: one call for each element of the batch, so every rank needs the same number of elements."""
 
     def rule(info: Any, in_dims: Any, *args: Any, **keywords: Any) -> tuple[Any, Any]:
         return _one_by_one(op, info.batch_size, in_dims, args, **keywords)

@@ -1,4 +1,5 @@
-"""Functions that torch.compile takes as constants or leaves out, without an import of torch._dynamo, which takes a second."""
+"""Decorators of functions that torch.compile takes as constants or leaves out. They avoid importing torch._dynamo, which
+takes a second."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def constant_in_graphs(function: _Function) -> _Function:
-    """The mark that torch.compiler.assume_constant_result sets, without its import of torch._dynamo, which takes a second."""
+    """Sets the mark of torch.compiler.assume_constant_result, without importing torch._dynamo."""
     function._dynamo_marked_constant = True
     return function
 
 
 def outside_graphs(reason: str) -> Callable[[_Function], _Function]:
-    """A decorator of a function that torch.compile does not trace, and says why, as torch.compiler.disable does; without its import."""
+    """Keeps torch.compile from tracing a function, with a reason, as torch.compiler.disable does, without importing
+    torch._dynamo."""
 
     def decorated(function: _Function) -> _Function:
         @functools.cache

@@ -1,4 +1,4 @@
-"""Process groups, as the ops take them."""
+"""Process groups, in the forms that the ops take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def group_name(group: Group = None) -> str:
     ``group`` is None (the default group), a name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
 
     Raises:
-        ValueError: a group or a mesh that this rank is not in, or a mesh of several dimensions.
+        ValueError: a group or a mesh without this rank, or a mesh of several dimensions.
         TypeError: none of the above.
         RuntimeError: there is no default group.
     """
@@ -59,10 +59,10 @@ def group_name(group: Group = None) -> str:
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """The process group that has this name.
+    """The process group with this name.
 
     Raises:
-        ValueError: there is none of this name, or this rank is not in it.
+        ValueError: there is no group of this name, or this rank is not in it.
     """
     try:
         return _resolve_process_group(name)
@@ -79,7 +79,7 @@ def world_size(name: str) -> int:
 
 
 def sizes() -> tuple[tuple[str, int], ...]:
-    """Name and number of ranks of each process group that this rank is in, in the order of their names."""
+    """Name and number of ranks of each of this rank's process groups, ordered by name."""
     if not dist.is_initialized():
         return ()
     groups = torch.distributed.distributed_c10d._world.pg_names
@@ -104,9 +104,9 @@ def reaches(device: torch.device, group: str) -> bool:
 
 
 def broadcast_integers(values: Sequence[int], group: dist.ProcessGroup | str) -> list[int]:
-    """The values of the group's rank 0, on every rank; the others' may be of another number. A collective call.
+    """The values of the group's rank 0, on every rank; other ranks may pass another number of values. A collective call.
 
-    torch.distributed's collectives of objects would do, but need NumPy.
+    torch.distributed's collectives of objects would work, but need NumPy.
     """
     if isinstance(group, str):
         group = process_group(group)

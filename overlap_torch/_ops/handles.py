@@ -1,4 +1,4 @@
-"""Handles of what a call puts in place, such as a replacement of another package's functions."""
+"""Handles that undo a call, such as a replacement of another package's functions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _lock = threading.Lock()
 
 
 class Held:
-    """Something that several handles hold: it is in place from the first of them to the last. True while it is.
+    """Something that several handles hold: it is in place while at least one handle exists. True in this time.
 
     Args:
-        begin: puts it there.
+        begin: puts it in place.
         end: takes it away.
     """
 
@@ -45,7 +45,7 @@ class Handle:
         self._undo: Callable[[], None] | None = undo
 
     def undo(self) -> None:
-        """All is as before the call, unless another handle holds it. A second call does nothing."""
+        """Restores the state before the call, unless another handle holds it. A second call does nothing."""
         with _lock:
             undo, self._undo = self._undo, None
         if undo is not None:

@@ -26,17 +26,16 @@ _check = torch.ops.overlap.check.default
 
 
 def check() -> None:
-    """Raises the failures of ops that had already returned; returns at once if there are none.
+    """Raises failures of ops that had already returned; returns at once if there are none.
 
-    Ops on CUDA are asynchronous: a deadline that passed (a rank that never called the op), an error of NCCL, a peer that
-    died or called something else shows later. The error names the rank and the chunk that waited, or the calls that differ;
-    results since then are undefined. It does not synchronise. To know that earlier ops went well, synchronise the
-    device first; then no failure in them is missed. Over NCCL without peers, a rank that called another problem is
-    found within seconds, not at once. Ops on CPU raise by themselves.
-    Under ``OVERLAP_ON_FAILURE=abort`` a failure ends the
-    process in place of an error.
+    Ops on CUDA are asynchronous, so failures show later: a deadline that passed because a rank never called the op, an
+    error of NCCL, a peer that died or called something else. The error names the rank and the chunk that waited, or the
+    calls that differ; results since then are undefined. ``check`` does not synchronise. To be sure that earlier ops
+    succeeded, synchronise the device first; then no failure in them is missed. Over NCCL without peers, a rank that called
+    another problem is found within seconds, not at once. Ops on CPU raise themselves. With ``OVERLAP_ON_FAILURE=abort`` a
+    failure ends the process instead of raising.
 
     Raises:
-        RuntimeError: a call failed since the process group was made; so does every later call on it.
+        RuntimeError: a call failed since the process group was made. Every later call on the group raises, too.
     """
     _check()

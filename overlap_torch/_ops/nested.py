@@ -1,4 +1,4 @@
-"""The ops and nested tensors: one tensor of rows is what they take, and the error says how a nested one becomes that."""
+"""The ops and nested tensors: the ops take one tensor of rows, and the error says how to make one of a nested tensor."""
 
 from __future__ import annotations
 

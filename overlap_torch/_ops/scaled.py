@@ -1,4 +1,4 @@
-"""Operands with scales (fp8): fake kernels of the ops' scaled overloads, and the way to them from Python."""
+"""Operands with scales (fp8): fake kernels of the ops' scaled overloads, and their calls from Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 128
 
-# By the name of the recipe of both: what each operand's is called.
+# By the name of the common recipe: the name of each operand's recipe.
 RECIPES = {
     "tensor": (ScalingType.TensorWise, ScalingType.TensorWise),
     "row": (ScalingType.RowWise, ScalingType.RowWise),
@@ -37,7 +37,7 @@ def _blocks(size: int) -> int:
 
 
 def no_scales(op: str, dim: int, *given: object) -> bool:
-    """True if neither scales nor recipes are given; operands that have them are cut in dim 0."""
+    """True if neither scales nor recipes are given; scaled operands are divided in dim 0."""
     absent = all(one is None for one in given)
     if not absent and dim != 0:
         raise ValueError(
@@ -55,7 +55,7 @@ def call(
     scales: Sequence[Any],
     **keywords: Any,
 ) -> Any:
-    """The scaled overload ``op``, whose short path is ``short``.
+    """Calls the scaled overload ``op``, whose short path is ``short``.
 
     ``positional``: its arguments before the scales; ``scales``: the input's, the weight's or a list of the weights', and the
     recipes of both; ``keywords``: its arguments after the recipes, in the schema's order.
@@ -167,7 +167,7 @@ def _check(
     recipe_weight: int | None,
     output_dtype: torch.dtype,
 ) -> str:
-    """Makes the real kernels' checks; returns the recipe."""
+    """Does the real kernels' checks; returns the recipe."""
     torch._check_value(
         len(weights) > 0 and len(scale_weights) == len(weights),
         lambda: (
@@ -220,7 +220,7 @@ def _checked(
     invariance: str | None = None,
     **others: Any,
 ) -> Callable[..., torch.Tensor]:
-    """The maker of the result, by its leading dims, of checked operands of one weight."""
+    """Checks the operands of one weight; returns a function from the result's leading dims to the fake result."""
     fakes.check_invariance(op, invariance)
     scales = (scale_input, [scale_weight], [bias], recipe_input, recipe_weight, output_dtype)
     _check(op, input, [weight], *scales)

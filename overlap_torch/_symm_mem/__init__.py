@@ -1,1 +1,1 @@
-"""The ops in the place of PyTorch's own fused ones, ``torch.ops.symm_mem.fused_*``."""
+"""The ops as replacements of PyTorch's own fused ones, ``torch.ops.symm_mem.fused_*``."""

@@ -1,9 +1,9 @@
 """``overlap_torch.replace_symm_mem()``: callers of PyTorch's own fused GEMMs, ``torch.ops.symm_mem.fused_*``, get
 these ops.
 
-A stand-in is a kernel of PyTorch's operator, registered over PyTorch's own on CUDA, and on CPU, where PyTorch has none. It
-runs the op of this package if that takes the arguments. If not, it runs PyTorch's kernel on CUDA, and PyTorch's composition of
-a GEMM and a collective on CPU.
+A stand-in is a kernel of PyTorch's operator. It is registered over PyTorch's own kernel on CUDA, and on CPU, where PyTorch
+has none. It runs this package's op if the op takes the arguments. If not, it runs PyTorch's kernel on CUDA, and PyTorch's
+composition of a GEMM and a collective on CPU.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _DEVICES = ("CUDA", "CPU")
 class SymmMemCalls(NamedTuple):
     """How often an operator was called, and what ran.
 
-    ``op``: its name, such as ``fused_all_gather_matmul``. ``device``: ``cuda`` or ``cpu``. ``why``: empty where the op of this
-    package ran; else why PyTorch's kernel ran on CUDA, or the composition on CPU. ``calls``: how often.
+    ``op``: its name, such as ``fused_all_gather_matmul``. ``device``: ``cuda`` or ``cpu``. ``why``: empty if this package's
+    op ran; else why PyTorch's kernel ran on CUDA, or the composition on CPU. ``calls``: the number of calls.
     """
 
     op: str
@@ -49,7 +49,7 @@ class SymmMemReplacement(Handle):
 
     @property
     def calls(self) -> list[SymmMemCalls]:
-        """Calls in this process since the operators were replaced, whichever handle they were replaced by."""
+        """Calls in this process since the operators were replaced, by any handle."""
         return calls()
 
 
@@ -72,28 +72,30 @@ _held = Held(_put, _take)
 def replace_symm_mem() -> SymmMemReplacement:
     """Callers of ``torch.ops.symm_mem.fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter`` get these ops.
 
-    Inductor's async TP (``torch._inductor.config._micro_pipeline_tp``), torchtitan's ``dist_gemm`` and all other code that
-    calls PyTorch's fused ops, eager or compiled, before this call or after it, then runs :func:`overlap_torch.allgather_gemm` and
-    :func:`overlap_torch.gemm_reducescatter`, on CUDA and on CPU, where PyTorch has no kernel::
+    All code that calls PyTorch's fused ops then runs :func:`overlap_torch.allgather_gemm` and
+    :func:`overlap_torch.gemm_reducescatter`: Inductor's async TP (``torch._inductor.config._micro_pipeline_tp``),
+    torchtitan's ``dist_gemm`` and others, eager or compiled before or after this call. This works on CUDA, and on CPU,
+    where PyTorch has no kernel::
 
         with overlap_torch.replace_symm_mem():
             compiled_model(tokens).sum().backward()
             print(overlap_torch.report())       # says what ran, and why where it was not ours
 
-    Results have the shapes, strides and dtypes of PyTorch's. Ours takes rows that are gathered or scattered along any
-    dim but the last, ``reduce_op="sum"``, and bfloat16, float16, float32 and float64; in ``fused_all_gather_scaled_matmul`` and
-    ``fused_scaled_matmul_reduce_scatter`` fp8 with scales of tensors or rows. Everything else runs PyTorch's kernel on CUDA, and
-    a GEMM and a collective on CPU, where fp8 that ours does not take is a :exc:`NotImplementedError`. As PyTorch's kernels, they
-    record no gradient and do not know autocast.
+    Results have the shapes, strides and dtypes of PyTorch's. The ops take rows that are gathered or scattered along any dim
+    except the last, ``reduce_op="sum"``, and bfloat16, float16, float32 and float64. In ``fused_all_gather_scaled_matmul``
+    and ``fused_scaled_matmul_reduce_scatter`` they take fp8 with scales of tensors or rows. Everything else runs PyTorch's
+    kernel on CUDA, and a GEMM and a collective on CPU; there other fp8 raises :exc:`NotImplementedError`. Like PyTorch's
+    kernels, the replacements record no gradient and ignore autocast.
 
-    Every rank of a group must have replaced them, or none: PyTorch's kernels and ours do not communicate with each other.
+    All ranks of a group must replace them, or none, because PyTorch's kernels and these ops do not communicate with each
+    other.
 
     Returns:
         A handle: ``undo()``, or the end of a ``with`` block, puts PyTorch's own kernels back. A second call of this function
         registers nothing and returns another handle; the last of them to be undone ends the replacement.
 
     Raises:
-        ImportError: a PyTorch without symmetric memory.
+        ImportError: PyTorch has no symmetric memory.
     """
     _held.hold()
     return SymmMemReplacement(_held.release)
@@ -105,7 +107,7 @@ def is_replaced() -> bool:
 
 
 def calls() -> list[SymmMemCalls]:
-    """Since the operators were replaced, in the order of operators and devices."""
+    """The calls since the operators were replaced, in the order of operators and devices."""
     return [SymmMemCalls(*key, count) for key, count in sorted(_calls.items())]
 
 
@@ -128,7 +130,7 @@ def _registered() -> Library:
     symmetric_memory()  # it defines the operators
     library = Library("symm_mem", "IMPL")
     try:
-        with warnings.catch_warnings():  # of an override, which this is
+        with warnings.catch_warnings():  # PyTorch warns of an override, which this is
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for name in STAND_INS:
                 for device in _DEVICES:
@@ -164,7 +166,7 @@ def _kernel(name: str, device: str) -> Callable[..., Any]:
 
 
 def _as_kernel(job: Callable[[], Any], device_type: str) -> Any:
-    """As a kernel computes: it records no gradient, and autocast casts nothing."""
+    """A context in which operators act as inside a kernel: no gradient is recorded, and autocast casts nothing."""
     with torch._C._AutoDispatchBelowAutograd():
         if not torch.is_autocast_enabled(device_type):
             return job()

@@ -36,7 +36,7 @@ class _AllGatherMatmul:
         return _gather_dim_refused(self.A, self.gather_dim) or _operands_refused(self.A, self.Bs)
 
     def ours(self) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """By `allgather_gemm`: the gathered dim in front, as the memory of the results has it in PyTorch's kernel too."""
+        """Runs `allgather_gemm` with the gathered dim first, which is also the memory order of PyTorch's results."""
         dim = self.gather_dim
         outputs, gathered = allgather_gemm(
             self.A.movedim(dim, 0), [B.t() for B in self.Bs], group=self.group_name
@@ -112,7 +112,7 @@ class _AllGatherScaledMatmul:
         return ""
 
     def ours(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """By `allgather_gemm`. One number that scales A is every rank's, as PyTorch's kernel takes it."""
+        """Runs `allgather_gemm`. A single scale of A is the same on every rank, as in PyTorch's kernel."""
         dim = self.gather_dim % self.A.dim()
         own = self._scale_of_own_rows()
         front = self.A.movedim(dim, 0)
@@ -131,7 +131,7 @@ class _AllGatherScaledMatmul:
         return gathered.movedim(0, dim), [output.movedim(0, dim) for output in outputs]
 
     def _scale_of_own_rows(self) -> torch.Tensor | None:
-        """The scale of this rank's rows, given that or all ranks'; None for another shape."""
+        """The scale of this rank's rows, from that scale or from all ranks' scales; None for another shape."""
         A_scale, dim = self.A_scale, self.gather_dim % self.A.dim()
         own = (*self.A.shape[:-1], 1)
         if A_scale.numel() == 1 or (*A_scale.shape,) == own:
@@ -163,7 +163,7 @@ class _ScaledMatmulReduceScatter:
 
     @property
     def _leading(self) -> Sequence[int]:
-        """The output's shape before the ranks' rows are scattered, without the last dim."""
+        """The output's shape before the scatter, without the last dim."""
         return self.A.shape[:-1] if self.output_shape is None else self.output_shape[:-1]
 
     @property
@@ -203,8 +203,8 @@ class _ScaledMatmulReduceScatter:
         return output.movedim(0, dim).contiguous()
 
 
-# An operator's class takes its arguments. `refused` says why this package's op does not take them, and is empty if it
-# does; `ours` runs that op.
+# An operator's class takes its arguments. `refused` says why this package's op does not take them, and is empty if it does.
+# `ours` runs that op.
 STAND_INS = {
     "fused_all_gather_matmul": _AllGatherMatmul,
     "fused_matmul_reduce_scatter": _MatmulReduceScatter,
@@ -213,7 +213,7 @@ STAND_INS = {
 }
 
 
-# --- what they share ------------------------------------------------------------------------------------------
+# --- common parts ---------------------------------------------------------------------------------------------
 
 
 def _gather_dim_refused(A: torch.Tensor, dim: int) -> str:
@@ -279,7 +279,7 @@ def _scales(
     Bs: Sequence[torch.Tensor],
     B_scales: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
-    """Scales and recipes as the ops take them: TensorWise, or, if any scales rows, RowWise for all."""
+    """Scales and recipes in the ops' form: TensorWise, or RowWise for both if either scales rows."""
     if all(scale.numel() == 1 for scale in (A_scale, *B_scales)):
         recipe = ScalingType.TensorWise
         of_weights = [scale.reshape(1) for scale in B_scales]
@@ -301,7 +301,7 @@ def _scales(
 
 
 def _as_dtypes(given: Sequence[Any]) -> list[torch.dtype | None]:
-    """A list of dtypes comes through the dispatcher as one of numbers."""
+    """Dtypes from numbers, because the dispatcher passes a list of dtypes as a list of numbers."""
     if all(dtype is None or isinstance(dtype, torch.dtype) for dtype in given):
         return list(given)
     return symmetric_memory()._maybe_convert_scalar_types_to_dtypes(list(given))

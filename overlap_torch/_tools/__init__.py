@@ -1,1 +1,1 @@
-"""The commands of ``python -m overlap_torch`` that show what is there: doctor, demo, bench."""
+"""Commands of ``python -m overlap_torch``: doctor, demo, explain, bench."""

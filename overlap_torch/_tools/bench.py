@@ -14,7 +14,7 @@ _NAME = "overlap_torch.benchmarks"
 
 
 def load() -> ModuleType:
-    """The benchmark package, as installed, else from the checkout that this package stands in."""
+    """The installed benchmark package, or that of this package's checkout."""
     if _NAME in sys.modules:
         return sys.modules[_NAME]
     if importlib.util.find_spec(_NAME) is not None:
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_rank(pickled_options: bytes) -> None:
-    """Runs each rank of a benchmark: a function, and an argument, that the rank finds before the package is loaded."""
+    """Runs each rank of a benchmark: a rank can find this function, and its argument, before the benchmark package is
+    loaded."""
     load()
     importlib.import_module(f"{_NAME}.worker").run(pickle.loads(pickled_options))

@@ -26,7 +26,7 @@ from overlap_torch.plan.templates import make_all_to_all, row_panels
 from overlap_torch.plan.types import Op, Schedule
 
 _REPEATS = 20
-_TRACED_CALLS = 3  # the picture shows the last one, when everything is warm
+_TRACED_CALLS = 3  # the picture shows the last call, when everything is warm
 _COLLECTIVES = {
     "gemm_allreduce": "all-reduce",
     "gemm_reducescatter": "reduce-scatter",
@@ -57,7 +57,7 @@ class _Times:
 
     sequence: float
     op: float
-    gemm: float  # the sequence's, alone
+    gemm: float  # the sequence's GEMM, alone
 
 
 def _demo_for(ranks: Ranks, args: argparse.Namespace) -> _Demo:
@@ -83,12 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo with these command line arguments; returns the exit status: 1 if a check failed."""
     parser = argparse.ArgumentParser(
         prog="python -m overlap_torch demo",
-        description="Runs an op on all GPUs with NCCL, or on two CPU ranks with gloo: checks it against its sequence (a GEMM "
-        "and a collective, one after the other), times both, and writes timeline.png, both of them, and trace.json.",
+        description="Runs an op on all GPUs with NCCL, or on two CPU ranks with gloo. Checks it against its sequence (a GEMM "
+        "and a collective, one after the other), times both, draws both in timeline.png, and writes trace.json.",
     )
     parser.add_argument("--op", choices=list(_COLLECTIVES), default="gemm_allreduce")
     for name, meaning in (
-        ("m", "rows of the whole GEMM; of gemm_alltoall, of each rank's input"),
+        ("m", "rows of the whole GEMM; for gemm_alltoall, rows of each rank's input"),
         ("n", "columns of the output"),
         ("k", "inner dimension on each rank"),
     ):
@@ -145,7 +145,7 @@ def run_rank(demo: _Demo) -> None:
 
 
 def _choose_plan(demo: _Demo, device: torch.device, group: str) -> tuple[Plan, str]:
-    """The plan that the demo runs, and whose it is. Where the planner would not overlap on CPU, a template does.
+    """The plan that the demo runs, and its origin. If the planner would not overlap on CPU, a template does.
 
     gloo moves bytes with the cores that also compute, so on a machine with few cores overlap hides communication but
     gains little time, and the planner may rightly prefer the sequence.
@@ -219,7 +219,7 @@ def _trace(call: Callable[[], None]) -> dict[int, list[timeline.Call]]:
 
 
 def _gather_rows(own: torch.Tensor) -> list[torch.Tensor]:
-    """Every rank's rows on the CPU; as many as each has."""
+    """Every rank's rows on the CPU; ranks may have different numbers of rows."""
     counts = [torch.tensor([len(own)], device=own.device) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, counts[dist.get_rank()].clone())
     longest = int(max(counts).item())
@@ -231,7 +231,7 @@ def _gather_rows(own: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _sequence_bars(demo: _Demo, times: _Times) -> list[Bar]:
-    """The sequence as it was timed: its GEMM as it is alone, its collective the rest."""
+    """The bars of the sequence as it was timed: the GEMM's time alone, and the rest for the collective."""
     collective, rest = _COLLECTIVES[demo.op], times.sequence - min(times.gemm, times.sequence)
     if demo.op == "allgather_gemm":
         return [

@@ -1,4 +1,4 @@
-"""``python -m overlap_torch doctor``: what was found, which fast paths are on, why others are off."""
+"""``python -m overlap_torch doctor``: what this machine and build have, which fast paths are on, and why others are off."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_PEERS = 8  # ranks that map each other's memory
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable: its type, what holds while it is unset, and what it does."""
+    """An environment variable: its type, its default, and its effect."""
 
     name: str
     type: str
@@ -44,13 +44,13 @@ ENVIRONMENT = (
         "OVERLAP_ON_FAILURE",
         "raise, abort",
         "raise",
-        "abort: a call that failed ends the process, so that no wrong result leaves it",
+        "abort: a failed call ends the process, so that no wrong result leaves it",
     ),
     Variable(
         "OVERLAP_PEERS",
         "0, 1",
         "1; 0 if NCCL_P2P_DISABLE=1",
-        "0: nothing travels through peers' memory, NCCL does it",
+        "0: NCCL carries everything, nothing goes through peers' memory",
     ),
     Variable(
         "OVERLAP_LOG",
@@ -87,10 +87,10 @@ ENVIRONMENT = (
         "OVERLAP_PROFILE",
         "file",
         "the shipped h200",
-        "what work takes on this machine, as JSON; the same numbers on all ranks",
+        "times and rates of this machine, as JSON; the same numbers on all ranks",
     ),
-    Variable("OVERLAP_CUDA", "0, 1", "if possible", "build: without CUDA; or fail if it cannot be"),
-    Variable("OVERLAP_ARCHS", "sm_80,sm_90a", "the GPUs', else all", "build: what to compile for"),
+    Variable("OVERLAP_CUDA", "0, 1", "if possible", "build: 0: without CUDA; 1: fail without it"),
+    Variable("OVERLAP_ARCHS", "sm_80,sm_90a", "the GPUs', else all", "build: the CUDA targets"),
     Variable(
         "OVERLAP_DTYPES",
         "bf16,fp16,e4m3,e5m2",
@@ -128,7 +128,7 @@ class Findings:
     gloo: bool = True
     eager: bool = True  # this Python's module is built
     peers: dict[tuple[int, int], bool] = field(default_factory=dict)
-    why_no_peers: str = ""  # the setting that forbids what they could
+    why_no_peers: str = ""  # the setting that turns peer memory off
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ def parse_build_info(text: str) -> dict[str, str]:
 
 
 def fast_paths(found: Findings) -> list[FastPath]:
-    """Each path of the ops with its state; pure, so that any machine can be asked about."""
-    gloo = "tiles computed in plan order, chunks sent meanwhile through the process group"
-    eager = "where no mode, compiler or transform sees it, straight into the op"
+    """Each path of the ops with its state. A pure function, so it answers for any machine."""
+    gloo = "computes tiles in plan order; the process group sends chunks meanwhile"
+    eager = "straight into the op, unless a mode, compiler or transform sees the call"
     if not found.eager:
         eager = (
             "_eager is not built for this Python, calls go through torch.ops: build again with it"
@@ -198,10 +198,9 @@ def fast_paths(found: Findings) -> list[FastPath]:
     paths.append(FastPath("NCCL symmetric windows", not reason, detail))
 
     count = len(found.gpus)
-    hopper_runs = "sm_90a" in found.archs and any(g.capability == (9, 0) for g in found.gpus)
     reason = _first(
         *no_kernels,
-        (not hopper_runs, "the Hopper GEMM, which adds and stores partial sums, does not run here"),
+        (not usable, "no GEMM kernel that signals runs here"),
         (
             not 2 <= count <= _MAX_PEERS,
             f"{count} GPUs, it is for 2 to {_MAX_PEERS} of one host",
@@ -209,9 +208,10 @@ def fast_paths(found: Findings) -> list[FastPath]:
         (apart, "not every GPU reaches every other's memory: NCCL communicates"),
         (bool(found.why_no_peers), f"{found.why_no_peers} is set: NCCL communicates"),
     )
-    detail = (
-        reason or "partial sums stored into peers' memory by the GEMM, rows copied by copy engines"
-    )
+    stores = "the GEMM stores partial sums into peers' memory, copy engines copy rows"
+    if not ("sm_90a" in found.archs and any(g.capability == (9, 0) for g in found.gpus)):
+        stores = "copies and kernels beside the GEMM; only Hopper's GEMM stores partial sums itself"
+    detail = reason or stores
     paths.append(FastPath("Peer memory", not reason, detail))
     return paths
 
@@ -222,7 +222,7 @@ def _first(*reasons: tuple[bool, str]) -> str:
 
 
 def links_of(topology: str) -> dict[tuple[int, int], str]:
-    """``nvidia-smi topo -m`` as {(0, 1): "NV18", ...}; empty if there is no such table in it."""
+    """The output of ``nvidia-smi topo -m`` as {(0, 1): "NV18", ...}; empty if it has no such table."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)
     rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s", line)]
     rows = [row for row in rows if "X" in row]  # not the heading
@@ -245,7 +245,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def _nccl_libraries() -> list[str]:
-    """The NCCL libraries that this process has loaded: there must be no second one."""
+    """The NCCL libraries that this process has loaded; there must be only one."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -258,7 +258,7 @@ def _record() -> dict[str, str | None]:
 
 
 def find() -> Findings:
-    """Looks at this process's torch, GPUs and build."""
+    """Collects the facts about this process's torch, GPUs and build."""
     info = parse_build_info(torch.ops.overlap.build_info())
     with_cuda = info["cuda"] != "none"
     why_no_gpu = "no driver or no GPU"
@@ -300,7 +300,7 @@ def find() -> Findings:
 
 
 def _environment() -> Mapping[str, str]:
-    """The ops' reading of their variables; ``{"error": message}`` if one of them has no meaning."""
+    """The values that the ops read from their variables; ``{"error": message}`` if a value has no meaning."""
     try:
         return torch.ops.overlap.environment()
     except ValueError as error:
@@ -308,8 +308,8 @@ def _environment() -> Mapping[str, str]:
 
 
 def _profile() -> Profile:
-    """The profile that OVERLAP_PROFILE names; the shipped one if that is an error, which the
-    environment's lines tell.
+    """The profile that OVERLAP_PROFILE names. If it cannot be read, the shipped one; the environment's lines show the
+    error.
     """
     now = _environment()
     if "error" in now:
@@ -318,7 +318,7 @@ def _profile() -> Profile:
 
 
 def profile_lines(profile: Profile, gpus: Sequence[str]) -> list[str]:
-    """The profile that plans are made by, and what it lacks; pure, as :func:`fast_paths`."""
+    """The planner's profile, and the fields that it lacks. A pure function, as :func:`fast_paths`."""
     by = f"by {profile.made_by}" if profile.made_by else ""
     made = ", ".join(filter(None, (by, profile.made_at)))
     lines = [
@@ -345,7 +345,7 @@ def profile_lines(profile: Profile, gpus: Sequence[str]) -> list[str]:
     others = sorted({gpu for gpu in gpus if gpu != profile.gpu})
     if profile.gpu and others:
         lines.append(
-            f"WARNING: it is of {profile.gpu}; times on {', '.join(others)} are guessed by it"
+            f"WARNING: the profile is for {profile.gpu}; it only guesses times on {', '.join(others)}"
         )
     return lines
 
@@ -432,11 +432,11 @@ def report() -> str:
         "Build": _build_lines(),
         "GPUs": _gpu_lines(found),
         "Links": _link_lines(found),
-        "Profile (what work is expected to take)": profile_lines(
+        "Profile (the planner's times and rates)": profile_lines(
             _profile(), [gpu.name for gpu in found.gpus]
         ),
-        "Fast paths (what none of them takes runs the unfused composition)": paths,
-        "Stand-ins": replace.lines(),
+        "Fast paths (all other calls run the unfused composition)": paths,
+        "Replacements of PyTorch's ops": replace.lines(),
         "Environment": _environment_lines(),
     }
     return "\n\n".join(

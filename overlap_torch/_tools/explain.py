@@ -1,4 +1,4 @@
-"""``python -m overlap_torch explain``: what a plan does and why it was taken, in words and as a picture."""
+"""``python -m overlap_torch explain``: what a plan does and why it was chosen, in words and as a picture."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Explains the planner's plan for one problem, or a saved one; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m overlap_torch explain",
-        description="Shows the plan of one problem: its steps, their memory and expected times, and why it was taken.",
+        description="Shows the plan of one problem: its steps, their memory and expected times, and why it was chosen.",
     )
     ops = [name.lower() for name in Op.__members__]
     parser.add_argument("--op", choices=ops, default="gemm_allreduce")
     for name, meaning in (
         (
             "m",
-            "rows of the GEMM, over all ranks where they are parts of it; none for gemm_alltoall",
+            "rows of the GEMM, over all ranks if they divide the rows; none for gemm_alltoall",
         ),
         ("n", "columns of the output"),
         ("k", "inner dimension on each rank"),
@@ -59,15 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--machine",
         default="here",
-        help="'here' (default): as measured by ranks on this machine; 'h200': two H200s; or text as "
-        "overlap_torch.plan.machine() prints it",
+        help="'here' (default): ranks measure this machine; 'h200': two H200s; or the text that "
+        "overlap_torch.plan.machine() prints",
     )
     parser.add_argument(
         "--plan", type=Path, help="a saved plan to explain instead of the planner's"
     )
-    parser.add_argument("--plot", type=Path, help="also draws it: PNG, SVG or PDF")
+    parser.add_argument("--plot", type=Path, help="also draws the plan: PNG, SVG or PDF")
     parser.add_argument(
-        "--rows", type=int, default=0, help="for gemm_alltoall: rows that each rank sends to each"
+        "--rows", type=int, default=0, help="for gemm_alltoall: rows from each rank to each rank"
     )
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:

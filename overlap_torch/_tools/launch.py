@@ -19,14 +19,14 @@ _TIMEOUT = datetime.timedelta(seconds=120)
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many ranks to start, and on what."""
+    """The number of ranks to start, and their device."""
 
     world_size: int
     device_type: str  # "cuda" or "cpu"
 
     @staticmethod
     def choose(world_size: int | None = None, device_type: str | None = None) -> Ranks:
-        """All GPUs of this machine, or two CPU ranks where there is none, unless told otherwise.
+        """All GPUs of this machine, or two CPU ranks if there is none, unless the options say otherwise.
 
         Raises:
             ValueError: more ranks than GPUs, or no rank at all.
@@ -100,11 +100,11 @@ def _run(
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=_TIMEOUT, **place)
     worker(argument)
-    # Not after an exception: the peers may wait in a collective that never comes, and would be waited for.
+    # This must not run after an exception: it would wait for peers that may be in a collective that never ends.
     dist.destroy_process_group()
     if store is not None and device_type == "cpu":
-        # PyTorch keeps a group that a DeviceMesh has used, and gloo's threads with it. One that lets go of a tensor
-        # while the interpreter ends is ended with it, in a destructor, and aborts the process (pytorch/pytorch#190489).
+        # PyTorch keeps a group that a DeviceMesh has used, and gloo's threads with it. A thread that frees a tensor while
+        # the interpreter ends is killed in a destructor, and aborts the process (pytorch/pytorch#190489).
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

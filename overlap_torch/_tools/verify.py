@@ -1,4 +1,4 @@
-"""Operands by which an op is held to its unfused composition, bit for bit, and by which it is timed."""
+"""Operands to compare an op with its unfused composition, bit for bit, and to time it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 def integer_operands(
     m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, world_size: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Operands [M, K] and [N, K] out of {-1, 0, 1}, so sparse that no sum over K and all ranks rounds, in any order.
+    """Operands [M, K] and [N, K] of -1, 0 and 1, so sparse that no sum over K and all ranks rounds, in any order.
 
     A sum has a standard deviation of 16, and bfloat16 holds integers up to 256 exactly.
     """
@@ -29,7 +29,7 @@ def integer_operands(
 def normal_operands(
     m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Operands [M, K] and [N, K], normally distributed, the weight scaled as a layer's."""
+    """Normally distributed operands [M, K] and [N, K]; the weight is scaled as in a layer."""
     generator = torch.Generator(device).manual_seed(seed)
     input = torch.randn(m, k, device=device, dtype=dtype, generator=generator)
     weight = torch.randn(n, k, device=device, dtype=dtype, generator=generator)

@@ -1,1 +1,1 @@
-"""Plans by measuring, and the files that keep what was measured."""
+"""Plans chosen by measuring, and the files with the measured times."""

@@ -1,4 +1,4 @@
-"""The board on which ranks tell each other things, over their group's store."""
+"""A board by which ranks send each other messages, over their group's store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class Board:
-    """The messages between ranks over their group's store, one turn after the other. Keys go once they were read."""
+    """The messages between ranks over their group's store, turn after turn. Keys are deleted after they were read."""
 
     store: Any
     rank: int
@@ -21,7 +21,7 @@ class Board:
     old: list[str] = field(default_factory=list)
 
     def gather(self, own: Any) -> list[Any] | None:
-        """Every rank's on rank 0, by rank; None on the others."""
+        """Every rank's message, by rank, on rank 0; None on the others."""
         self._next(self.rank != 0, str(self.rank), own)
         if self.rank != 0:
             return None
@@ -30,7 +30,7 @@ class Board:
         return said
 
     def broadcast(self, own: Any) -> Any:
-        """Rank 0's on all."""
+        """Rank 0's message, on all ranks."""
         self._next(self.rank == 0, "all", own)
         if self.rank == 0:
             return json.loads(json.dumps(own))
@@ -39,7 +39,7 @@ class Board:
         return said
 
     def close(self) -> None:
-        """A later group of the same name on the same store must not find what was said here."""
+        """Deletes all messages: a later group of the same name on the same store must not find them."""
         if self.gather(None) is not None and self.world > 1:
             for rank in range(1, self.world):
                 self.store.delete_key(self._key(str(rank)))
@@ -55,7 +55,7 @@ class Board:
         return f"overlap_torch/tune/{self.name}/{self.turn}/{who}"
 
     def _forget(self) -> None:
-        # Whoever has said something now has read what was said to it before.
+        # A rank that has sent a message now has read all earlier messages to it.
         for key in self.old:
             self.store.delete_key(key)
         self.old.clear()
@@ -63,7 +63,7 @@ class Board:
     def _hear(self, who: str, rank: int) -> Any:
         key, pause_s = self._key(who), 0.001
         deadline = time.monotonic() + self.timeout_s
-        # Polled: the store's own wait keeps other threads from it.
+        # This polls, because the store's own wait blocks other threads' access.
         while not self.store.check([key]):
             if time.monotonic() >= deadline:
                 raise RuntimeError(

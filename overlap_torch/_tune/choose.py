@@ -15,7 +15,7 @@ from overlap_torch.plan.templates import make_sequential
 
 
 def way(plan: Plan) -> tuple[str, ...]:
-    """How it computes and communicates, whatever its chunks."""
+    """The plan's kernel and transport, without its chunks."""
     chunk, resources = plan.chunks[0], plan.resources
     names = map(enum_name, (plan.schedule, plan.kernel, plan.collective, plan.layout))
     numbers = map(str, (chunk.max_ctas, resources.lanes, int(resources.window)))
@@ -23,8 +23,8 @@ def way(plan: Plan) -> tuple[str, ...]:
 
 
 def family(plan: Plan) -> tuple[str, ...]:
-    """The properties that plans of one problem for other M share: the way, how many chunks, and
-    whether the ends are small.
+    """The properties that plans of one problem share across M: the way, the number of chunks, and whether the ends are
+    small.
     """
     tiles = [one.tiles for one in plan.chunks]
     mean = sum(tiles) / len(tiles)
@@ -60,7 +60,7 @@ def ranked(
 def corrections_of(
     problem: Problem, mode: str, entries: dict[tuple[int, str], files.Entry], on: Machine
 ) -> Callable[[Plan], float] | None:
-    """By how much the model is off for a plan: as for its family at the nearest M, else for its way, else for all."""
+    """The model's error for a plan: its family's at the nearest M, else its way's, else all plans'."""
     families: dict[tuple[str, ...], tuple[float, float]] = {}  # how far away, measured by expected
     for (m, entry_mode), entry in entries.items():
         if entry_mode != mode:

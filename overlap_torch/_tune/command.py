@@ -1,4 +1,4 @@
-"""``python -m overlap_torch tune``: tunes problems by their sizes or as a program called them, or writes down what one calls."""
+"""``python -m overlap_torch tune``: tunes given or recorded problems, or records the problems that a program calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _SCALES = ("tensor", "row", "block")
 OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
 _SCHEMA, _KIND = 1, "overlap_torch.problems"
-# A record has these of each problem, by the names of its fields; and more of scaled operands'.
+# A record has these fields of each problem, by name, and more for scaled operands.
 _NAMES = ("op", "m", "n", "k", "dtype", "world_size")
 _OF_SCALED = ("recipe", "output_dtype", "fast_accum")
 
@@ -44,23 +44,23 @@ class _Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tunes, or records, with these command line arguments; returns the exit status."""
+    """Tunes or records, with these command line arguments; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m overlap_torch tune",
-        description="Measures plans for problems on all GPUs, or on two CPU ranks, and remembers the times in "
-        "$OVERLAP_CACHE or the user's cache folder. overlap_torch.tune() in a program takes them from there, and so does "
-        "OVERLAP_TUNE=1. The command starts the ranks itself, or joins the ranks that torchrun started.",
+        description="Measures plans for problems on all GPUs, or on two CPU ranks, and keeps the times in "
+        "$OVERLAP_CACHE or the user's cache folder. overlap_torch.tune() and OVERLAP_TUNE=1 in a program read them from "
+        "there. The command starts the ranks itself, or joins the ranks that torchrun started.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--shapes",
-        help="comma-separated MxNxK: M the rows of the whole GEMM, N its columns, K one rank's",
+        help="comma-separated MxNxK: M the whole GEMM's rows, N its columns, K one rank's part",
     )
-    what.add_argument("--recorded", metavar="FILE", help="the problems that --record wrote down")
+    what.add_argument("--recorded", metavar="FILE", help="tunes the problems in a file of --record")
     what.add_argument(
         "--record",
         metavar="FILE",
-        help="runs a program and writes down what it calls: torchrun ... -m overlap_torch tune --record FILE train.py ...",
+        help="runs a program and records its problems: torchrun ... -m overlap_torch tune --record FILE train.py ...",
     )
     parser.add_argument("--op", default=OPS[0], help=f"comma-separated: {', '.join(OPS)}, all")
     parser.add_argument(
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--repeats",
         type=int,
         default=10,
-        help="turns, in each of which all plans run (default: 10)",
+        help="turns; all plans run in each turn (default: 10)",
     )
     parser.add_argument("--no-cache", action="store_true", help="measure everything, save nothing")
     add_options(parser)
@@ -111,7 +111,7 @@ def _world(ranks: Ranks) -> int:
 
 
 def ops_of(text: str) -> tuple[str, ...]:
-    """The ops that --op names; ValueError for one that is not tuned."""
+    """The ops that --op names; raises ValueError for an op that cannot be tuned."""
     ops = OPS if text == "all" else tuple(text.split(","))
     if unknown := [op for op in ops if op not in OPS]:
         raise ValueError(f"--op has {unknown[0]!r}, allowed are {', '.join(OPS)}, all")
@@ -168,11 +168,11 @@ def run_rank(job: _Job) -> None:
             print(f"    {us:10.1f} us  {str(plan).partition(': ')[2]}")
 
 
-# --- what a program calls -------------------------------------------------------------------------------------
+# --- the calls of a program -----------------------------------------------------------------------------------
 
 
 def record(path: str, program: Sequence[str]) -> None:
-    """Runs the program in this process, and writes down what its ops are called with, on rank 0."""
+    """Runs the program in this process, and writes the problems of its ops' calls to a file, on rank 0."""
     calls: dict[tuple[Any, ...], int] = {}
     write = _at_the_end_of_groups(lambda: _note(calls))
     script, *arguments = program
@@ -191,7 +191,8 @@ def record(path: str, program: Sequence[str]) -> None:
 
 
 def _at_the_end_of_groups(note: Callable[[], None]) -> Callable[[], None]:
-    """Calls `note` before groups go, and what was called in them with them; returns the last call, which undoes it."""
+    """Calls `note` before groups are destroyed, while their calls are still known; returns the last call, which undoes
+    this."""
     original = dist.destroy_process_group
 
     def noted(*arguments: Any, **keywords: Any) -> None:
@@ -232,7 +233,8 @@ def _write(path: str, calls: dict[tuple[Any, ...], int]) -> None:
 
 
 def _read(path: str, world: int) -> tuple[Problem, ...]:
-    """The file's problems of so many ranks, the most often called first. Raises ValueError for a file that is none."""
+    """The file's problems for this number of ranks, the most often called first. Raises ValueError for a file of another
+    kind."""
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)

@@ -1,4 +1,5 @@
-"""Measured times on disk. Nothing here raises: what cannot be read is not there, what cannot be written is not kept."""
+"""Measured times on disk. Nothing here raises: a file that cannot be read counts as missing; times that cannot be written
+are dropped."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from overlap_torch.plan.types import Invariance, Recipe
 
 SCHEMA = 1
 _KIND = "overlap_torch.tuned"
-# Variables that change what a plan takes; where files are, and what is said, do not.
+# Variables that may change a plan's time. The folder and the log do not.
 _PREFIXES = ("NCCL_", "OVERLAP_")
 _IDLE = (
     "NCCL_HOSTID",
@@ -35,13 +36,11 @@ _IDLE = (
     "OVERLAP_ON_FAILURE",
     "OVERLAP_TIMEOUT_S",
 )
-_unwritten: dict[
-    Path, dict[str, Any]
-] = {}  # what this process would have written, had the disk taken it
+_unwritten: dict[Path, dict[str, Any]] = {}  # entries that the disk did not take
 
 
 def folder() -> Path:
-    """Where times are kept: $OVERLAP_CACHE, else overlap_torch in the user's cache folder."""
+    """The folder of the times: $OVERLAP_CACHE, else overlap_torch in the user's cache folder."""
     given = os.environ.get("OVERLAP_CACHE")
     if given:
         return Path(given)
@@ -50,9 +49,7 @@ def folder() -> Path:
 
 
 def environment(device: torch.device, machine: Machine, world: int) -> dict[str, str]:
-    """The environment that times hold for; the same on all ranks. Clocks, drivers' patches and
-    power limits are not in it.
-    """
+    """The environment for which times hold; the same on all ranks. It leaves out clocks, drivers' patches and power limits."""
     gpu = device.type == "cuda"
     found = {
         "device": torch.cuda.get_device_name(device) if gpu else platform.machine(),
@@ -76,7 +73,7 @@ def environment(device: torch.device, machine: Machine, world: int) -> dict[str,
 
 @dataclass(frozen=True)
 class Entry:
-    """Times of one M in one mode: encoded plans, the sequence first, microseconds of each, and which one is taken."""
+    """Times of one M in one mode: encoded plans, the sequence first, their microseconds, and the chosen one."""
 
     plans: list[list[int]]
     us: list[float]
@@ -101,12 +98,12 @@ class Files:
         return self._folder / name
 
     def read(self, problem: Problem) -> dict[tuple[int, str], Entry]:
-        """Entries by M and mode. A damaged one, one of another schema or environment, or one that
-        is no plan of its problem is left out.
+        """Entries by M and mode. It leaves out damaged entries, those of another schema or environment, and those with a
+        plan that is not for their problem.
         """
         found: dict[tuple[int, str], Entry] = {}
         for key, data in self._entries(self.path(problem)).items():
-            with contextlib.suppress(Exception):  # whatever is wrong with it
+            with contextlib.suppress(Exception):  # any fault of the file
                 m, mode = key.split("/")
                 found[int(m), mode] = _entry(data, problem, int(m))
         return found
@@ -114,7 +111,7 @@ class Files:
     def write(
         self, problem: Problem, mode: str, plans: list[list[int]], us: list[float], chosen: int
     ) -> None:
-        """Adds an entry, beside those that other jobs have written meanwhile."""
+        """Adds an entry, and keeps those that other jobs have written meanwhile."""
         path = self.path(problem)
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         entries = self._entries(path)
@@ -172,7 +169,7 @@ def _variant(problem: Problem) -> str:
 
 
 def _entry(data: dict[str, Any], problem: Problem, m: int) -> Entry:
-    """Raises for what no write can have made."""
+    """An entry of the file; raises if :meth:`write` cannot have made it."""
     plans, us, chosen = data["plans"], [float(one) for one in data["us"]], data["chosen"]
     if len(plans) != len(us) or not isinstance(chosen, int) or not 0 <= chosen < len(plans):
         raise ValueError("not as many times as plans")

@@ -17,15 +17,14 @@ from overlap_torch._tune.tune import called, tune
 
 
 class FirstCalls:
-    """Comes behind each call of an op: tunes what was called for the first time.
+    """Runs after each call of an op: tunes problems that were called for the first time.
 
-    Its key is the same on all ranks of a group: op, sizes, dtypes and how operands are scaled. Rank 0 says which
-    problems these are.
+    The key of a call is the same on all ranks of a group: op, sizes, dtypes and how operands are scaled. Rank 0 says which
+    problems are new.
     """
 
     def __init__(self) -> None:
-        # Each group, which may have the name of one that has gone, has calls, and problems by the
-        # kind of device.
+        # Each group has calls, and problems by the kind of device. It may have the name of a group that no longer exists.
         self._seen: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]]
         self._seen = weakref.WeakKeyDictionary()
         self._busy = False
@@ -60,7 +59,7 @@ class FirstCalls:
 
 
 def _hidden(device: torch.device) -> bool:
-    """True if operations are recorded, traced or transformed now, and not simply done."""
+    """True if operations are recorded, traced or transformed now, and not simply run."""
     if device.type not in ("cpu", "cuda") or is_compiling():
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None or _get_current_dispatch_mode():
@@ -69,7 +68,7 @@ def _hidden(device: torch.device) -> bool:
 
 
 def wanted_at_first_calls() -> FirstCalls | None:
-    """The answer to OVERLAP_TUNE. Raises ValueError if it is neither 0 nor 1."""
+    """True for OVERLAP_TUNE=1. Raises ValueError if the variable is neither 0 nor 1."""
     value = os.environ.get("OVERLAP_TUNE", "0")
     if value not in ("0", "1"):
         raise ValueError(f"OVERLAP_TUNE must be 0 or 1, but it is {value!r}")

@@ -1,4 +1,4 @@
-"""One plan's calls, timed: operands, clocks, and whether a result is right."""
+"""Times one plan's calls: operands, clocks, and the check of results."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ROW = 4  # calls
 def operands(
     problem: Problem, device: torch.device, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and weight of one rank, normally distributed: a GPU's clock depends on what it multiplies."""
+    """Input and weight of one rank, normally distributed, because a GPU's clock depends on the numbers."""
     dtype = getattr(torch, enum_name(problem.dtype))
     is_scaled = problem.recipe != Recipe.NONE
-    # Operands that are cast are drawn before; and no GEMM takes two operands of e5m2.
+    # Operands to be cast are drawn first; no GEMM takes two operands of e5m2.
     drawn = torch.bfloat16 if is_scaled else dtype
     weight_dtype = torch.float8_e4m3fn if is_scaled else dtype
     generator = torch.Generator(device).manual_seed(rank)
@@ -43,7 +43,7 @@ def _input_rows(problem: Problem) -> int:
 
 
 def scaled_keywords(problem: Problem, device: torch.device, rank: int) -> dict[str, Any]:
-    """The ops' keywords beside the operands: scales from 1/2 to 2, and the problem's own. None without scales."""
+    """The ops' keywords beside the operands: scales from 1/2 to 2, and the problem's own; no keywords without scales."""
     if problem.recipe == Recipe.NONE:
         return {}
     recipe = enum_name(problem.recipe).partition("_")[0]
@@ -64,7 +64,7 @@ def scaled_keywords(problem: Problem, device: torch.device, rank: int) -> dict[s
 
 
 def is_close(result: torch.Tensor, expected: torch.Tensor) -> bool:
-    """True if they differ by no more than roundings do."""
+    """True if the results differ by no more than roundings."""
     if result.shape != expected.shape:
         return False
     if result.numel() == 0:
@@ -77,9 +77,9 @@ class Clock:
     """The clock of one plan's calls on a GPU."""
 
     flush: torch.Tensor
-    host_us: float = 1000.0  # that the host needed last for all it enqueues in a turn
+    host_us: float = 1000.0  # the host's last time to enqueue a turn
 
-    # As many as the fastest clock has, so that what spins does so for no less than what is asked for.
+    # The fastest clock's cycles, so that the GPU spins at least for the requested time.
     CYCLES_PER_US = 2000
     MOST_US = 3000.0
 
@@ -92,8 +92,8 @@ def clocks_for(device: torch.device, plans: int) -> list[Clock | None]:
 
 
 def time_us(call: Callable[[], Any], mode: str, clock: Clock | None) -> float:
-    """The time of one call, in "row" of the mean one; after a call that brings the ranks together,
-    and makes the list of steps.
+    """The time of one call; in "row" the mean of the calls. A call before it brings the ranks together and makes the list
+    of steps.
     """
     calls = 1 if mode == "call" else _ROW
     if clock is None:
@@ -102,8 +102,8 @@ def time_us(call: Callable[[], Any], mode: str, clock: Clock | None) -> float:
         for _ in range(calls):
             call()
         return 1e6 * (time.perf_counter() - begin) / calls
-    # The GPU spins until the host has enqueued all of it: no time of the host's is in what is measured, and what brings
-    # the ranks together on the GPU ends on all of them at once, however apart their hosts are.
+    # The GPU spins until the host has enqueued everything, so the measured time has no host time in it. The call that
+    # brings the ranks together on the GPU ends on all of them at once, even if their hosts are late.
     spin_us = min(1.5 * clock.host_us, clock.MOST_US)
     begin = time.perf_counter()
     torch.cuda._sleep(int(spin_us * clock.CYCLES_PER_US))

@@ -1,4 +1,4 @@
-"""One call of tune on one rank: what the ranks agree on, measure and take."""
+"""One call of tune on one rank: how the ranks agree on plans, measure them and choose."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ _FUNCTIONS: dict[Op, Callable[..., Any]] = {
     Op.GEMM_REDUCESCATTER: gemm_reducescatter,
     Op.ALLGATHER_GEMM: allgather_gemm,
 }
-# A plan is taken in the sequence's place if it needs less than this share of its time: what the same plan's medians
-# differ by from one time to the next, and on CPU more.
+# A plan replaces the sequence if it needs less than this share of the sequence's time. A plan's medians differ by as much
+# from one time to the next, on CPU by more.
 _SHARE = {"cuda": 0.98, "cpu": 0.9}
-# The second look lasts so long, as what disturbs brief calls comes and goes; in turns, so many times the first one's.
+# The second look lasts this long, because disturbances of brief calls come and go. Its turns are between these multiples of
+# the first look's.
 _LOOK_US, _LEAST_LONGER, _MOST_LONGER = 2e5, 2, 40
-_APART_S = 1.0  # between the second look and the last one, at least; else there is no last one
+_APART_S = 1.0  # least time between the second look and a last one
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class Tuned:
     """The result for one problem.
 
     Attributes:
-        problem: it.
+        problem: the tuned problem.
         mode: "call" or "row".
-        plan: what the op runs by from now on, on all ranks.
-        times: (plan, microseconds) of all that were measured, the sequence first; a plan's time is the median over turns
-            of the slowest rank's. Empty if nothing was measured.
-        source: "measured", "cache", or "kept: " and why the plan is as before.
+        plan: the op's plan from now on, on all ranks.
+        times: (plan, microseconds) of all measured plans, the sequence first; a plan's time is the median over turns of the
+            slowest rank's time. Empty if nothing was measured.
+        source: "measured", "cache", or "kept: " and why the plan did not change.
     """
 
     problem: Problem
@@ -60,7 +61,7 @@ class Tuned:
 
     @property
     def gain(self) -> float | None:
-        """The sequence's time by the plan's; None if they were not measured."""
+        """The sequence's time divided by the plan's; None if they were not measured."""
         us = [time for plan, time in self.times if plan == self.plan]
         return self.times[0][1] / us[0] if us else None
 
@@ -73,7 +74,7 @@ class _Measured:
     mode: str
     takes: bool
     plans: list[Plan]
-    before: Plan  # what the op ran by
+    before: Plan  # the op's plan so far
     us: list[float]
     right: list[int]
     chosen: int
@@ -125,7 +126,7 @@ class Session:
         self.measured: dict[int, _Measured] = {}  # by the index of problem and mode
 
     def agree_on(self, problems: list[Problem]) -> list[Problem]:
-        """Rank 0's, but all-to-alls."""
+        """Rank 0's problems, without all-to-alls."""
         own = [plain(problem) for problem in problems if problem.op in _FUNCTIONS]
         return [Problem(**item) for item in self.board.broadcast(own)]
 
@@ -157,9 +158,7 @@ class Session:
         return self._take(one)
 
     def to_look_at_again(self) -> list[int]:
-        """The problems whose winner is to be measured once more, the same on all ranks: those that
-        were measured a while ago.
-        """
+        """The problems whose winner must be measured once more, the same on all ranks: those measured some time ago."""
         now = time.monotonic()
         return self.board.broadcast(
             [
@@ -175,12 +174,12 @@ class Session:
         return self._take(one)
 
     def _look_again(self, one: _Measured) -> int:
-        """The plan that is taken in the end. The fastest of several was lucky, too: beside the
-        sequence and the previous plan, and longer, it has to gain once more over both. A plan
-        whose results were wrong, then or now, is not taken.
+        """The plan that is chosen in the end. The fastest of several was also lucky. So it is measured again, longer,
+        beside the sequence and the previous plan, and has to gain over both. A plan with wrong results, then or now, is not
+        chosen.
         """
         places = [i for i in one.right if i in (0, one.chosen) or one.plans[i] == one.before]
-        # The fastest comes last: it has to gain over the one from before, too.
+        # The fastest plan comes last, because it has to gain over the previous plan, too.
         places.sort(key=lambda i: i == one.chosen)
         turns = int(_LOOK_US / sum(one.us[i] for i in places))
         turns = min(max(turns, _LEAST_LONGER * self.repeats), _MOST_LONGER * self.repeats)
@@ -207,7 +206,7 @@ class Session:
         return plan
 
     def _offer(self, problem: Problem, mode: str) -> dict[str, Any]:
-        """Rank 0's: the cache's plans and times, or what is to be measured, the sequence first."""
+        """Rank 0's offer: the cache's plans and times, or the plans to measure, the sequence first."""
         entries = self.files.read(problem) if self.files is not None else {}
         found = entries.get((problem.m, mode))
         more = [encode(plan) for plan in self.more if plan.problem == problem]
@@ -220,7 +219,7 @@ class Session:
         return {"plans": codes, "us": [], "chosen": 0}
 
     def _refusal(self, plan: Plan) -> str:
-        """Why this rank cannot run it; "" if it can. Nothing is communicated."""
+        """Why this rank cannot run the plan; "" if it can. Does not communicate."""
         try:
             validate(plan)
             before = self.current(plan.problem)
@@ -233,8 +232,8 @@ class Session:
     def measure(
         self, problem: Problem, plans: list[Plan], mode: str, turns: int | None = None
     ) -> dict[str, Any]:
-        """Runs them in turns, the sequence first among them, and leaves the problem's plan as it was. The same on all ranks:
-        microseconds of each, which of them are right, and which one is to be taken, by index."""
+        """Runs the plans in turns, the sequence first, and leaves the problem's plan as it was. The results are the same on
+        all ranks: microseconds of each plan, which plans are right, and which one to choose, by index."""
         before = self.current(problem)
         try:
             own = self._measure(problem, plans, mode, turns or self.repeats)
@@ -250,7 +249,7 @@ class Session:
     def _measure(
         self, problem: Problem, plans: list[Plan], mode: str, turns: int
     ) -> dict[str, Any]:
-        """Times by plan and turn in microseconds, and which plans' results are the sequence's."""
+        """Times by plan and turn in microseconds, and which plans' results equal the sequence's."""
         function = _FUNCTIONS[problem.op]
         input, weight = operands(problem, self.device, self.board.rank)
         keywords = scaled_keywords(problem, self.device, self.board.rank)
@@ -277,7 +276,7 @@ class Session:
         return {"right": right, "us": us}
 
     def _decide(self, said: list[dict[str, Any]]) -> dict[str, Any]:
-        """Each plan's time, of every rank's times, and the plan to take."""
+        """Each plan's time, from every rank's times, and the plan to choose."""
         plans = len(said[0]["us"])
         right = [i for i in range(plans) if i == 0 or all(rank["right"][i] for rank in said)]
         us = [
@@ -302,7 +301,7 @@ def _timeout_s(members: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _kept(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The plans that all ranks can run, by index; or why none may be taken."""
+    """The plans that all ranks can run, by index; or why none may be chosen."""
     for rank, answer in enumerate(answers):
         for name, value in answers[0]["environment"].items():
             theirs = answer["environment"].get(name)

@@ -1,10 +1,11 @@
-"""Plans by measuring: :func:`tune`; ``OVERLAP_TUNE=1`` calls it at each problem's first call.
+"""Chooses plans by measuring: :func:`tune`. ``OVERLAP_TUNE=1`` calls it at each problem's first call.
 
-Only rank 0 reads the cache and decides; all ranks plan from what it sends, over the store of the group. So no rank can
-come to another plan than the others, and none makes a collective call that another leaves out. For each problem:
+Only rank 0 reads the cache and decides; all ranks use the plans that it sends, over the group's store. So all ranks choose
+the same plan, and make the same collective calls. For each problem:
 
 1. rank 0 says which plans to measure, or which one the cache has;
-2. every rank says which of them it can run, and what it was built from; a plan that one rank cannot run is left out;
+2. every rank says which of them it can run, and from which sources it was built; a plan that one rank cannot run is left
+out;
 3. all run the same plans in the same order, a fixed number of times, and send their times;
 4. rank 0 takes the slowest rank's time of each turn, then each plan's median, and announces the best plan;
 5. the winner is measured again and longer, and once more when the other problems have been: times move between
@@ -42,28 +43,25 @@ def tune(
 ) -> list[Tuned]:
     """Measures plans for problems, sets the fastest, and remembers the times. Every rank of the group calls it.
 
-    The sequence is always measured, and stays unless another plan is clearly faster: nothing gets slower. The cost model
-    says which others are worth it, corrected by what was measured nearby. Times in the cache are
-    not measured again; a damaged, foreign or unwritable cache is no error. Where ranks differ, rank
-    0's ``problems`` hold.
+    The sequence is always measured, and stays unless another plan is clearly faster, so nothing gets slower. The cost
+    model, corrected by times of nearby problems, chooses the other plans to measure. Times in the cache are not measured
+    again; a damaged, foreign or unwritable cache is no error. If ranks differ, rank 0's ``problems`` count.
 
     Args:
         problems: problems with the group's number of ranks; None: all problems that this process has called so far.
-            All-to-alls, which
-            have one plan, are left out.
-        modes: one or both of "call" (one
-            call at a time, with cold caches) and "row" (calls back to back). The op runs by the
-            first one's plan; the others are remembered. On GPUs the host's time is in neither.
+            All-to-alls are left out, because they have one plan.
+        modes: one or both of "call" (one call at a time, with cold caches) and "row" (calls back to back). The op runs the
+            first mode's plan; the other mode's times are kept. On GPUs neither includes the host's time.
         group: as in :func:`overlap_torch.gemm_allreduce`.
-        device: None: the current CUDA device, or the CPU where there is none.
+        device: None: the current CUDA device, or the CPU if there is none.
         most: plans to measure beside the sequence, 1 or more.
         repeats: turns, 1 or more; each plan runs once a turn.
         cache: True reads and writes ``$OVERLAP_CACHE``, or ``overlap_torch`` in the user's cache folder.
-        progress: True lets rank 0 draw a bar on stderr, or write lines if that is no terminal.
+        progress: True lets rank 0 draw a bar on stderr, or write lines if stderr is no terminal.
         plans: more plans to measure, for their own problems among these: edited plans, or plans with a program.
 
     Returns:
-        One for each problem and mode, in order; the same on all ranks.
+        A :class:`Tuned` for each problem and mode, in order; the same on all ranks.
 
     Raises:
         ValueError: an argument that is not allowed, a call inside a CUDA graph's capture, or a problem
@@ -116,7 +114,7 @@ def called(group: str, device_type: str) -> list[tuple[Problem, int]]:
     found: dict[str, tuple[Problem, int]] = {}
     for row in torch.ops.overlap.plan_table():
         if row["group"] != group or row["device"] != device_type or row["k"] == "0":
-            continue  # where K is 0 no GEMM is beside the collective
+            continue  # with K = 0 there is no GEMM beside the collective
         problem = Problem(
             *(int(row[size]) for size in ("m", "n", "k")),
             row["input_dtype"],
@@ -133,7 +131,7 @@ def called(group: str, device_type: str) -> list[tuple[Problem, int]]:
 
 
 def draw_bar(done: int, of: int, what: str) -> None:
-    """On stderr; a line of its own each time where that is no terminal."""
+    """Draws a bar on stderr, or writes a line each time if stderr is no terminal."""
     if not sys.stderr.isatty():
         print(f"{done}/{of} {what}".rstrip(), file=sys.stderr, flush=True)
         return

@@ -1,4 +1,4 @@
-"""Rows of bars on one axis of time, by matplotlib: pictures of plans and of traces are drawn here."""
+"""Draws rows of bars on one axis of time, by matplotlib, for pictures of plans and of traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GEMM, OTHER = "#4878a8", "#b0b0b0"
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that a stream does from begin to end, in microseconds; its label is drawn where there is room."""
+    """One piece of a stream's work, from begin to end in microseconds; its label is drawn if there is room."""
 
     begin: float
     end: float
@@ -31,7 +31,7 @@ class Row:
         ticks: when a chunk is ready: black lines.
         ends: when a GEMM has ended: dashed lines.
         note: words after the last bar.
-        begins_group: the row is set apart from the one above it.
+        begins_group: whether there is a gap above the row.
     """
 
     name: str

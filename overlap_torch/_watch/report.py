@@ -1,4 +1,4 @@
-"""``overlap_torch.report()``: which problems the ops ran, by which plans, what that gains, and why others ran as the sequence."""
+"""``overlap_torch.report()``: the problems that the ops ran, their plans and gains, and why others ran as the sequence."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from overlap_torch.plan._names import enum_name
 from overlap_torch.plan.files import decode
 from overlap_torch.plan.types import Schedule
 
-_LAST_INPUT = "_overlap_last_input"  # a layer's: the shape of what its forward took last
-_FALLBACK = "_overlap_fallback"  # a module's: why its style is PyTorch's
-_NOTE = "_overlap_note"  # a module's: what gives lines for the report
+_LAST_INPUT = "_overlap_last_input"  # a layer's attribute: the shape of its forward's last input
+_FALLBACK = "_overlap_fallback"  # a module's attribute: why its style is PyTorch's
+_NOTE = "_overlap_note"  # a module's attribute: gives lines for the report
 _FOREIGN = (
     "PyTorch's linear map"  # why a layer calls no op, though others may call the same problem
 )
@@ -33,16 +33,15 @@ _MOST_READERS = 6  # layers that may share a gather, for which all combinations 
 class ReportRow(TypedDict):
     """One plan by which a problem ran, or one reason for having none.
 
-    ``layer``: the module's path in the model; several, separated by commas, where they share the call; empty for calls
-    outside of layers, and without a model. ``direction``: ``forward`` or ``backward`` of the layer, or empty. ``op``, ``m``,
+    ``layer``: the module's path in the model; several paths, separated by commas, if they share the call; empty for calls
+    outside layers, and without a model. ``direction``: ``forward`` or ``backward`` of the layer, or empty. ``op``, ``m``,
     ``n``, ``k``, ``dtype``, ``world_size``: the problem, as in :class:`overlap_torch.plan.Problem`; the op is empty and the
-    numbers are 0 in the row of a layer that called none. ``group``: the process group's name. ``device``: ``cpu`` or
-    ``cuda``. ``calls``: how often this process called the problem on the group, whoever did: layers with the same problem
-    show the same number. ``overlapped``: whether communication runs beside the GEMM. ``plan``: None where no plan ran.
-    ``captured``: True for the plan that CUDA graphs run in place of a plan with windows.
-    ``predicted_us``, ``sequence_us``: the cost model's times of the plan, and of a GEMM and a collective one after
-    the other, in microseconds; None if it has none. ``gain``: ``sequence_us / predicted_us``, or None.
-    ``why``: why nothing overlapped; empty where it did.
+    numbers are 0 in the row of a layer that called no op. ``group``: the process group's name. ``device``: ``cpu`` or
+    ``cuda``. ``calls``: how often this process called the problem on the group; layers with the same problem show the same
+    number. ``overlapped``: whether communication runs beside the GEMM. ``plan``: None if no plan ran. ``captured``: True
+    for the plan that CUDA graphs run instead of a plan with windows. ``predicted_us``, ``sequence_us``: the cost model's
+    times of the plan, and of a GEMM and a collective one after the other, in microseconds; None if the model has none.
+    ``gain``: ``sequence_us / predicted_us``, or None. ``why``: why nothing overlapped; empty if something did.
     """
 
     layer: str
@@ -68,9 +67,9 @@ class ReportRow(TypedDict):
 class Report(list[ReportRow]):
     """The result of :func:`overlap_torch.report`: a list of dicts, :class:`ReportRow`; ``str()`` of it is a table.
 
-    The table has one line for layers that differ only in the numbers in their paths. ``notes``: lines that follow the table,
-    on what :func:`overlap_torch.replace_symm_mem` has put in PyTorch's place, and on the model's norms after
-    ``integrations.transformers.fuse_norms``; none if neither has been called.
+    The table has one line for layers that differ only in the numbers in their paths. ``notes``: lines after the table, on
+    the replacements of :func:`overlap_torch.replace_symm_mem`, and on the model's norms after
+    ``integrations.transformers.fuse_norms``; empty if neither has been called.
     """
 
     notes: Sequence[str] = ()
@@ -112,17 +111,17 @@ def _plan_in_words(row: ReportRow) -> str:
     )
 
 
-# --- what layers leave ----------------------------------------------------------------------------------------
+# --- the notes of layers --------------------------------------------------------------------------------------
 
 
 def note_call(layer: torch.nn.Module, input: torch.Tensor) -> None:
-    """A layer's forward was called. Nothing is noted by compiled code."""
+    """Notes that a layer's forward was called. Compiled code notes nothing."""
     if not is_compiling():
         layer.__dict__[_LAST_INPUT] = input.shape
 
 
 def add_note(module: torch.nn.Module, lines: Callable[[], Iterable[str]]) -> None:
-    """Reports of models with this module end with these lines."""
+    """Adds lines to the end of the reports of models with this module."""
     module.__dict__[_NOTE] = lines
 
 
@@ -131,12 +130,13 @@ def remove_note(module: torch.nn.Module) -> None:
 
 
 def note_fallback(module: torch.nn.Module, why: str) -> None:
-    """A style or a layer left this module to another's, such as PyTorch's style, as ``why`` says."""
+    """Notes that a style or a layer left this module to another style or layer, such as PyTorch's, for the reason
+    ``why``."""
     module.__dict__[_FALLBACK] = why
 
 
 def note_foreign(module: torch.nn.Module, weight: torch.Tensor) -> None:
-    """No op takes a weight of this class."""
+    """Notes that no op takes a weight of this class."""
     if not is_compiling():
         inner = getattr(weight, "_local_tensor", weight)
         note_fallback(module, f"{_FOREIGN}: a weight is a {type(inner).__name__}")
@@ -150,9 +150,9 @@ class _Layer:
     group: str
     world_size: int
     columns: bool  # it cuts N over the ranks, else K
-    n: int  # of its GEMM, on one rank
+    n: int  # N and K of its GEMM on one rank
     k: int
-    rows: set[int] = field(default_factory=set)  # what M can be after its last input
+    rows: set[int] = field(default_factory=set)  # the possible M after its last input
     called: bool = False
 
     @property
@@ -189,7 +189,7 @@ def _layers(model: torch.nn.Module) -> Iterator[_Layer]:
 
 def _columns(module: torch.nn.Module) -> bool | None:
     """True for a column layer of this package, False for a row layer, None for another module."""
-    # Not imported for this: a model has none of a module that nobody has imported.
+    # The module is not imported for this: without the import a model has none of its layers.
     nn, parallel = (sys.modules.get(f"overlap_torch.{name}") for name in ("nn", "parallel"))
     if nn is not None and isinstance(module, nn.ColumnParallelLinear | nn.RowParallelLinear):
         return isinstance(module, nn.ColumnParallelLinear)
@@ -207,7 +207,7 @@ def _megatron() -> ModuleType | None:
 
 
 def _holds_parts(module: torch.nn.Module) -> bool:
-    """True if its parameters are this rank's parts as plain tensors, as Megatron's are; else they are DTensors."""
+    """True if the layer's parameters are this rank's parts as plain tensors, as in Megatron; else they are DTensors."""
     megatron = _megatron()
     return megatron is not None and isinstance(
         module, megatron.OverlapColumnParallelLinear | megatron.OverlapRowParallelLinear
@@ -215,7 +215,7 @@ def _holds_parts(module: torch.nn.Module) -> bool:
 
 
 def _possible_rows(leading: Sequence[int], world_size: int) -> set[int]:
-    """M, if one of these dims, or none, is cut over the ranks, and padded so that it comes out even."""
+    """The possible M, if none or one of these dims is divided among the ranks, with padding to equal parts."""
     total = 1
     for size in leading:
         total *= size
@@ -245,7 +245,7 @@ def _ways(columns: bool, n: int, k: int) -> list[tuple[str, str, int, int]]:
 
 
 def report(model: torch.nn.Module | None = None) -> Report:
-    """The ops' calls so far in this process, and why where nothing overlapped; call it after a step::
+    """The ops' calls so far in this process, and the reasons where nothing overlapped; call it after a step::
 
         loss.backward()
         print(overlap_torch.report(model))
@@ -254,12 +254,11 @@ def report(model: torch.nn.Module | None = None) -> Report:
         model: the model whose layers have the rows. None: all problems of all groups, without layers.
 
     Returns:
-        A list of :class:`ReportRow`, dicts, in the order of the layers in the model; what no layer called follows. A
-        layer's last input and its features identify its problems. If no layer's do, as for earlier inputs of other
-        sizes and in compiled models, only the features decide, and all layers with them are named.
-        Modules that an overlapping style left to PyTorch's style, and calls that a layer of
-        :mod:`overlap_torch.integrations.megatron` left to Megatron's, have a row with the reason. ``str()`` makes it a table;
-        times are in microseconds.
+        A list of :class:`ReportRow`, dicts, in the order of the layers in the model; problems that no layer called follow.
+        A layer's last input and its features identify its problems. If no layer's last input fits, as for earlier inputs of
+        other sizes and in compiled models, only the features decide, and all layers with them are named. Modules that an
+        overlapping style left to PyTorch's style, and calls that a layer of :mod:`overlap_torch.integrations.megatron` left
+        to Megatron's, have a row with the reason. ``str()`` makes a table; times are in microseconds.
 
     Calls are counted in this process since each process group was made; CUDA graphs count at capture, not at replay.
     The report does not communicate, and need not be called on every rank.

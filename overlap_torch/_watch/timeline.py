@@ -21,8 +21,9 @@ class Chunk:
 
     Attributes:
         index: the chunk's number, from 0.
-        ready_us: when its last tile was finished, or, where the input is gathered, when its rows could be used.
-        begin_us: when its communication began. Communication by the GEMM itself, tile by tile, over peers, begins with the GEMM.
+        ready_us: when its last tile was finished; if the input is gathered, when its rows could be used.
+        begin_us: when its communication began. Communication by the GEMM itself, tile by tile over peers, begins with the
+            GEMM.
         end_us: when its communication had ended.
     """
 
@@ -66,10 +67,10 @@ class Call:
 
     @property
     def hidden_fraction(self) -> float:
-        """The share of the communication's time that lies before the GEMM's end; 0 without communication.
+        """The share of the communication's time before the GEMM's end; 0 without communication.
 
-        A gather that is waited for before the GEMM, as the sequence's is, counts as well: :func:`overlap_torch.report`
-        says which calls ran as the sequence.
+        A gather before the GEMM, as in the sequence, counts as hidden, too: :func:`overlap_torch.report` says which calls
+        ran as the sequence.
         """
         return hidden_fraction([self])
 
@@ -83,8 +84,8 @@ def calls_of(rows: torch.Tensor, columns: Sequence[Mapping[str, str]]) -> list[C
     """The calls that ``torch.ops.overlap._trace_stop`` returns, by device in the order of their starts.
 
     ``rows`` is float64 [rows, 5]: call, chunk, ready_us, begin_us, end_us, times from the call's start. The row with chunk
-    -1 says when the GEMM had ended (ready_us) and the op (end_us), and when the call started (begin_us), from some instant
-    of the device's own. ``columns[call]`` says what was called.
+    -1 says when the GEMM had ended (ready_us) and the op (end_us), and when the call started (begin_us), from an arbitrary
+    instant of the device. ``columns[call]`` describes the call.
     """
     chunks: dict[int, list[Chunk]] = {}
     ends: dict[int, tuple[float, float, float]] = {}

@@ -16,7 +16,7 @@ _ops = torch.ops.overlap
 
 
 class Trace:
-    """The result of :func:`overlap_torch.trace`: the calls of this rank's ops while its block ran.
+    """The result of :func:`overlap_torch.trace`: the calls of this rank's ops during its block.
 
     Attributes:
         calls: a :class:`Call` for each, by device in the order of their starts; empty until the block has ended.
@@ -45,9 +45,9 @@ class Trace:
         _timeline.write_chrome_trace({_rank(): self.calls}, path)
 
     def plot(self, path: str | Path) -> None:
-        """Draws the calls, in the format that the path's suffix says (PNG, SVG, PDF).
+        """Draws the calls, in the format of the path's suffix (PNG, SVG, PDF).
 
-        For each device a bar for each GEMM, with a tick where a chunk's tiles were finished, and below it the chunks'
+        Each device has a bar for each GEMM, with a tick where a chunk's tiles were finished, and below it the chunks'
         communication, on one axis of time.
 
         Raises:
@@ -77,12 +77,12 @@ def trace() -> Trace:
         t.save("trace.json")
         t.plot("timeline.png")
 
-    It sees all calls of this process, forward and backward, eager and compiled, on all threads, groups and devices, except
-    those that communicate nothing (a group of one, empty operands), those captured into a CUDA graph and their replays, and
-    those on CUDA that run the unfused composition. The end of the block waits on the host until the calls on CUDA have
-    ended. While it is on, calls on CUDA take some more time: waits are watched by kernels on a stream of their own.
+    It sees all calls of this process, forward and backward, eager and compiled, on all threads, groups and devices. It
+    leaves out calls that communicate nothing (a group of one, empty operands), calls captured into a CUDA graph and their
+    replays, and calls on CUDA that run the unfused composition. The end of the block waits on the host until the calls on
+    CUDA have ended. A trace makes calls on CUDA a little slower, because kernels on their own stream watch the waits.
 
-    If the block raises, tracing ends too, and ``calls`` has what had ended until then.
+    If the block raises, tracing ends, too, and ``calls`` has the calls that had ended before.
 
     Raises:
         RuntimeError: another trace is on; there is one at a time in a process.

@@ -1,4 +1,4 @@
-"""Modules that make frameworks call these ops without a change of their models; docs/integrations.md shows each.
+"""Modules that make frameworks call these ops without changes of models; docs/integrations.md shows each.
 
-A module of this package imports its framework when it is used, and says so if it does not know the installed version.
+Each module imports its framework when it is used, and raises an error if it does not know the installed version.
 """

@@ -1,6 +1,6 @@
-"""Backward of a framework's own linear layers of tensor and sequence parallelism: what is gathered serves both gradients.
+"""Backward of a framework's own linear layers of tensor and sequence parallelism: one gather serves both gradients.
 
-``group``: its name; ``ranks``: how many it has, which code that is traced cannot ask it for.
+``group``: its name. ``ranks``: its number of ranks, because traced code cannot ask the group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def of_gathered_input(
     needs_input: bool,
     needs_weights: bool,
 ) -> tuple[Gradient, Gradient]:
-    """For ``linear(all_gather(shard, dim 0), weight)`` for each weight: the shard's gradient, and the gathered input.
+    """Backward of ``linear(all_gather(shard, dim 0), weight)`` for each weight: the shard's gradient, and the gathered
+    input.
 
     ``grads``: of the outputs, [tokens, ..., N part]; ``weights``: [N part, K]; ``shard``: [tokens part, ..., K]. The input
     [tokens, ..., K] is gathered beside the ``gemm_reducescatter`` that makes the shard's gradient. A gradient that is
@@ -47,8 +48,8 @@ def of_scattered_output(
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Gradient, Gradient]:
-    """For ``reduce_scatter(linear(input, weight), dim 0)``: the input's gradient, and the gathered
-    gradient of the output.
+    """Backward of ``reduce_scatter(linear(input, weight), dim 0)``: the input's gradient, and the gathered gradient of the
+    output.
 
     ``grad``: [tokens part, ..., N]; ``weight``: [N, K part]. The gradient [tokens, ..., N] is gathered once. A
     gradient that is not needed is None.

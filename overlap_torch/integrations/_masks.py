@@ -1,4 +1,4 @@
-"""Masks of frameworks' attentions: what a mask function is made of, and the refusal, by name, of what the op does not take."""
+"""Masks of frameworks' attentions: how to read a mask function, and the errors that name what the op does not take."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 
 
 def refuse(framework: str, takes: str, what: str, remedy: str) -> NoReturn:
-    """Raises ValueError: what the attention takes, what it was given, what to do."""
+    """Raises ValueError with what the attention takes, what it was given, and what to do."""
     raise ValueError(
         f"overlap_torch's attention for {framework} takes {takes}, but not {what}: {remedy}"
     )
 
 
 def closure_of(function: Callable, maker: str) -> dict[str, Any] | None:
-    """The variables of a function that ``maker`` has made; None for other functions."""
+    """The captured variables of a function that ``maker`` has made; None for other functions."""
     if not function.__qualname__.startswith(f"{maker}.<locals>."):
         return None
     return inspect.getclosurevars(function).nonlocals

@@ -23,16 +23,18 @@ _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 
 
 class OverlapDotProductAttention(MegatronModule):
-    """Megatron's core attention by :func:`overlap_torch.context_parallel_attention`, without Transformer Engine, on CPU too.
+    """Megatron's core attention by :func:`overlap_torch.context_parallel_attention`; it needs no Transformer Engine, and
+    runs on CPU, too.
 
-    Arguments, and forward's inputs and output, are those of ``megatron.core.transformer.dot_product_attention.DotProductAttention``, which
-    refuses context parallelism. The sequence is cut as Megatron's batches are: chunks r and 2P - 1 - r of 2P for rank r of P.
-    ``cp_comm_type`` "all_gather" gathers keys and values, "a2a" cuts all by heads; with "p2p", or none, the planner chooses.
+    Arguments, and forward's inputs and output, are those of
+    ``megatron.core.transformer.dot_product_attention.DotProductAttention``, which refuses context parallelism. The sequence
+    is cut as Megatron's batches are: rank r of P has chunks r and 2P - 1 - r of 2P. ``cp_comm_type`` "all_gather" gathers
+    keys and values, "a2a" divides all by heads; with "p2p", or none, the op chooses.
 
     Raises:
-        ValueError: what it does not take, by name: other mask types than ``causal`` and ``no_mask``, cross attention, dropout, sinks
-            (``softmax_type``), ``qk_clip``, ``log_max_attention_logit``, "a2a+p2p"; in forward mask tensors, biases, packed sequences and
-            caches.
+        ValueError: an unsupported option, which the message names: mask types other than ``causal`` and ``no_mask``, cross
+            attention, dropout, sinks (``softmax_type``), ``qk_clip``, ``log_max_attention_logit``, "a2a+p2p"; in forward
+            mask tensors, biases, packed sequences and caches.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Decoder layers of Llama's form whose all-reduces, residual additions and RMSNorms are one op, where rows are few.
+"""Decoder layers like Llama's, in which all-reduce, residual addition and RMSNorm are one op if rows are few.
 
-Such a layer has ``input_layernorm``, ``self_attn.o_proj``, ``post_attention_layernorm`` and ``mlp.down_proj``; the row-parallel linears are
-those of :mod:`overlap_torch.parallel`. A linear that is told so adds the residual and computes the next norm, too; that norm then
-hands the result out when it is given the sum.
+Such a layer has ``input_layernorm``, ``self_attn.o_proj``, ``post_attention_layernorm`` and ``mlp.down_proj``; its
+row-parallel linears are those of :mod:`overlap_torch.parallel`. If asked, a linear also adds the residual and computes the
+next norm. The norm then returns this result when it is called with the sum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AFTER, _PROMISED, _FUSION, _NEXT = (
 
 
 class Fusion:
-    """The layers of a model, and how often they ran each way."""
+    """The layers of a model, and the counts of fused and other calls."""
 
     def __init__(self, layers: Sequence[torch.nn.Module], last_norm: torch.nn.Module) -> None:
         self.calls: Counter[str] = Counter()
@@ -65,7 +65,7 @@ def _of_both(first: type, kind: type) -> type:
 
 
 def refused(layer: torch.nn.Module) -> str:
-    """The part of a layer that no op takes, "" if there is none."""
+    """The part of a layer that no op takes, or ""."""
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         linear = layer.get_submodule(name)
         if not isinstance(linear, OverlapRowwiseLinear):
@@ -87,7 +87,7 @@ def refused(layer: torch.nn.Module) -> str:
 
 
 def _why_not(hidden: torch.Tensor, weight: torch.Tensor) -> str:
-    """The reason why a call runs as the model says, "" if it does not."""
+    """The reason why a call runs as the model says, or "" if it is fused."""
     if torch.is_grad_enabled():
         return "gradients are recorded"
     if torch.is_inference_mode_enabled():
@@ -119,13 +119,13 @@ class Layer:
             total, *_ = self.self_attn(hidden_states=normed, **keywords)
             down[_AFTER] = total, self.__dict__[_NEXT]
             return self.mlp(norm(total))
-        finally:  # where an error came before the linear
+        finally:  # if an error came before the linear
             out.pop(_AFTER, None)
             down.pop(_AFTER, None)
 
 
 class _Linear:
-    """A row-parallel linear that adds a residual and computes the norm after it, where it was told so."""
+    """A row-parallel linear that, if asked, adds a residual and computes the norm after it."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         after = self.__dict__.pop(_AFTER, None)
@@ -149,7 +149,7 @@ class _Linear:
 
 
 class _Norm:
-    """An RMSNorm whose result may be there already."""
+    """An RMSNorm whose result may already have been computed."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         total, version, normed = self.__dict__.pop(_PROMISED, (None, 0, None))

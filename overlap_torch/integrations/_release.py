@@ -1,4 +1,4 @@
-"""The releases of a framework that an integration knows: it replaces what is private there, or may change."""
+"""The known releases of a framework: an integration replaces private functions, or functions that may change."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from importlib import metadata
 
 
 def require(distribution: str, releases: Sequence[str], extra: str) -> None:
-    """Refuses a framework that is not installed, or of another release than ``releases``, such as "0.3".
+    """Refuses a framework that is not installed, or whose release is not in ``releases``, such as "0.3".
 
     Raises:
-        ImportError: with what is installed, what is known and what to install.
+        ImportError: the message names the installed release, the known ones, and what to install.
     """
     known = " or ".join(f"{distribution} {release}.*" for release in releases)
     remedy = f"in the checkout `pip install '.[{extra}]'`"

@@ -1,4 +1,4 @@
-"""The plug-ins of serving frameworks share this: which of a row-parallel layer's calls an op takes."""
+"""The common part of the serving plug-ins: which of a row-parallel layer's calls an op takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 def takes(layer: torch.nn.Module, unquantized: type, input: torch.Tensor) -> bool:
     """True if the layer computes ``functional.linear(input, weight)`` with this rank's part of a weight [N, K].
 
-    ``unquantized`` is the framework's method of layers that are not quantized. Some of them pack the weight for a kernel.
+    ``unquantized`` is the framework's method class for layers that are not quantized. Some methods pack the weight for a
+    kernel.
     """
     if type(layer.quant_method) is not unquantized:
         return False
@@ -27,7 +28,7 @@ def takes(layer: torch.nn.Module, unquantized: type, input: torch.Tensor) -> boo
 
 
 def run(op: Callable[..., Any], layer: torch.nn.Module, input: torch.Tensor, group: str) -> Any:
-    """The op, with the bias that the layer adds itself. Frameworks' parameters are subclasses, results are plain tensors."""
+    """Runs the op, with the layer's own bias. Frameworks' parameters are tensor subclasses; results are plain tensors."""
     bias = None if layer.skip_bias_add else layer.bias
     with torch._C.DisableTorchFunctionSubclass():
         return op(input, layer.weight, bias, group=group)

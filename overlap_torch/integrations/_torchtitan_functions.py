@@ -1,6 +1,6 @@
 """The Functions of ``torchtitan.distributed.linear``, of release 0.3, by this package's ops.
 
-Their bases say how torchtitan's type checker sees a call: by the names that `torchtitan.enable` swaps.
+Their base classes tell torchtitan's type checker how to treat a call, by the names that `torchtitan.enable` swaps.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class LinearReduceScatter(linear.LinearReduceScatter):
 
 
 def _summed_in_float32(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """The weight's gradient, whose parts cuBLAS may otherwise add up in bfloat16; torchtitan's Function does the same."""
+    """The weight's gradient, summed in float32 as in torchtitan's Function; cuBLAS may otherwise add parts in bfloat16."""
     if input.device.type == "cpu" or input.dtype not in (torch.bfloat16, torch.float16):
         return weight_gradient(grad, input)
     product = torch.mm(rows(grad).t(), rows(input), out_dtype=torch.float32)

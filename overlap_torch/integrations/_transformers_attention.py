@@ -17,7 +17,7 @@ from overlap_torch._attention.functions import context_parallel_attention
 from overlap_torch._ops.group import Group, group_name, group_rank, world_size
 from overlap_torch.integrations._masks import closure_of, refuse
 
-# Arguments that models hand to their attention, and that change no result.
+# Arguments that models pass to their attention and that do not change the result.
 _HARMLESS = frozenset(
     (
         "position_ids cache_position use_cache num_items_in_batch output_hidden_states output_router_logits return_dict labels "
@@ -28,7 +28,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class CutMask:
-    """A mask that is as the op makes it: causal or full, within documents that were told."""
+    """A mask that the op can make: causal or full, within the documents that the user gave."""
 
     causal: bool
 
@@ -40,7 +40,7 @@ class CutAttention:
     """An attention function of transformers, and the mask function beside it.
 
     Attributes:
-        documents: the documents of the batch that comes next, or None; may be set before each.
+        documents: the documents of the next batch, or None; may be set before each batch.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CutAttention:
         attention_mask: torch.Tensor | None = None,
         **_: Any,
     ) -> CutMask:
-        """The mask of this rank's tokens; raises ValueError if it is another than the op's."""
+        """The mask of this rank's tokens; raises ValueError if the op cannot make it."""
         if q_length != kv_length or q_offset != 0 or kv_offset != 0:
             _refuse(
                 f"a cache ({q_length} queries with {kv_length} keys)",

@@ -16,9 +16,10 @@ _SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
 
 
 class OverlapEP(EPImplementation):
-    """Tokens to their experts' ranks and home, a token once to a rank. Ranks of a TP group, which hold the same tokens, send a part each.
+    """Sends tokens to their experts' ranks and back, a token once to a rank. Ranks of a TP group hold the same tokens, and
+    each sends a part.
 
-    Plain experts, with a SiLU and without biases, run as :func:`overlap_torch.moe`; others by the forward that they have.
+    Plain experts, with a SiLU and without biases, run as :func:`overlap_torch.moe`; others run their own forward.
     """
 
     def __init__(self, experts, ep_mesh, tp_mesh) -> None:
@@ -57,7 +58,7 @@ class OverlapEP(EPImplementation):
         local = torch.searchsorted(route.offs, numbers, right=True)[:, None]
         given = rows
         if rows.shape[0] == 0:
-            # The experts see a row, so that backward, in which every rank takes part, has its way through them.
+            # The experts get one row, so that backward, in which every rank takes part, passes through them.
             given, local = rows.sum(0, keepdim=True), local.new_zeros((1, 1))
         results = self.experts_forward(given, local, torch.ones_like(local, dtype=rows.dtype))
         return moe_combine(results[: rows.shape[0]], route, weights)

@@ -38,7 +38,7 @@ _IN_LAYER, _SUMS, _GATHERS, _BLOCK = (
 
 
 class OverlapColwise(ColwiseParallel):
-    """transformers' column-parallel style, whose gradient is reduced beside its GEMM, or whose input is gathered so."""
+    """transformers' column-parallel style, which reduces the input's gradient, or gathers the input, beside its GEMM."""
 
     def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
         """Replaces the forward of a plain ``torch.nn.Linear``; leaves all others to transformers' style."""
@@ -48,7 +48,7 @@ class OverlapColwise(ColwiseParallel):
 
 
 class OverlapRowwise(RowwiseParallel):
-    """transformers' row-parallel style, whose output is reduced, or reduce-scattered, beside its GEMM."""
+    """transformers' row-parallel style, which reduces or reduce-scatters the output beside its GEMM."""
 
     def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
         """Replaces the forward of a plain ``torch.nn.Linear``; leaves all others to transformers' style."""
@@ -66,7 +66,7 @@ class OverlapRowwise(RowwiseParallel):
 
 
 class _RowwiseLinear(OverlapRowwiseLinear):
-    """In a block that was given plain hidden states its output is a plain tensor, too."""
+    """A row-parallel linear. If its block was given plain hidden states, its output is a plain tensor, too."""
 
     def _output(self, local: torch.Tensor, placement: Placement, size: int) -> torch.Tensor:
         if placement == self.output_layout and _is_local_in(self):
@@ -75,24 +75,24 @@ class _RowwiseLinear(OverlapRowwiseLinear):
 
 
 class Sequence(TensorParallelLayer):
-    """A layer whose hidden states are cut over the ranks: DTensors. Whole ones, of the first layer, are cut as they enter.
+    """A layer whose hidden states are DTensors cut over the ranks. The first layer cuts whole hidden states on entry.
 
-    Within the layer they are plain tensors, this rank's part, as each of a DTensor's operators takes the host as long as
-    several of a tensor's. They are DTensors where parts differ in size, under a compiler, to which they cost nothing, where a
-    norm has no style, as its gradient would be that of this rank's tokens without an error, and where hidden states
-    are dropped, as DTensors draw other numbers for each rank's.
+    Within the layer they are plain tensors, this rank's part, because an operator on a DTensor takes the host as long as
+    several on a tensor. They stay DTensors in four cases: if parts differ in size; under a compiler, where DTensors cost
+    nothing; if a norm has no style, because its gradient would silently be only that of this rank's tokens; and if hidden
+    states have dropout, because DTensors draw different numbers for each rank's part.
 
-    So a plain tensor that a norm of the layer sees is this rank's part, whoever calls the norm.
+    So a plain tensor that a norm of the layer sees is this rank's part, for any caller of the norm.
     """
 
     def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-        """Gives the module a class of its own."""
+        """Gives the module its own class."""
         state = _State()
         for each in module.modules():
             setattr(each, _IN_LAYER, state)
         note_mesh(mesh)
         module._overlap_mesh = mesh
-        # Somebody may have set another forward in place of the class's.
+        # Other code may have set another forward on the module.
         module._overlap_forward = module.__dict__.pop("forward", None)
         module.__class__ = _with_cut_tokens(type(module))
         return module
@@ -100,7 +100,8 @@ class Sequence(TensorParallelLayer):
 
 @functools.cache
 def _with_cut_tokens(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """The layer's class with the style `Sequence`. A subclass: transformers checkpoints the forward of the last one, with all that it does."""
+    """A subclass of the layer's class with the style `Sequence`. transformers checkpoints the last class's forward, with
+    all its work."""
 
     class WithCutTokens(kind):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +124,7 @@ def _with_cut_tokens(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def _check(module: torch.nn.Module, hidden: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Hidden states that are a DTensor must lie on the ranks of the module's style."""
+    """Raises unless hidden states that are a DTensor are on the ranks of the module's style."""
     if isinstance(hidden, DTensor) and hidden.device_mesh is not mesh:
         check_mesh(f"{type(module).__name__}: its hidden states", hidden, mesh)
 
@@ -137,10 +138,10 @@ def _may_be_local(layer: torch.nn.Module, hidden: torch.Tensor, mesh: DeviceMesh
 
 
 def _has_parameters_without_style(module: torch.nn.Module) -> bool:
-    """True if gradients are computed for something that sees the cut tokens, so in no block, and is
-    no norm with the style.
+    """True if a module that sees the cut tokens (outside blocks, without a norm's style) has parameters with gradients.
 
-    The parameters themselves do not say: FSDP makes DTensors of those without a style, too, and plain tensors of them when they are used.
+    The parameters themselves do not tell: FSDP makes DTensors of those without a style, too, and plain tensors of them when
+    they are used.
     """
     if _GATHERS in module.__dict__ or _SUMS in module.__dict__:
         return False
@@ -170,9 +171,7 @@ def _drops_hidden_states(layer: torch.nn.Module) -> bool:
 
 
 def _is_local_in(module: torch.nn.Module) -> bool:
-    """True if the block that the module lies in was last given plain hidden states, of a layer with
-    the style `Sequence`.
-    """
+    """True if the module's block was last given plain hidden states, by a layer with the style `Sequence`."""
     block = module.__dict__.get(_BLOCK)
     return block is not None and block.is_local
 
@@ -181,7 +180,8 @@ class _State:
     """A layer's or a block's state, known to all modules in it: whether hidden states were plain
     tensors when it was last called.
 
-    It holds after the call, too: backward may compute a part again. Each call of a block says it, as layers may share it.
+    The state also holds after the call, because backward may compute a part again. Each call of a block sets it, because
+    layers may share the block.
     """
 
     is_local = False
@@ -194,7 +194,7 @@ def _is_cut(tensor: torch.Tensor) -> bool:
 def _with_hidden_states(
     hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """The positional arguments, with these hidden states in front; where there are none, they go to `kwargs`."""
+    """The positional arguments with these hidden states first; without positional arguments they go to `kwargs`."""
     if args:
         return (hidden, *args[1:])
     kwargs["hidden_states"] = hidden
@@ -214,7 +214,7 @@ class SequenceNorm(TensorParallelLayer):
             )
 
     def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-        """Replaces ``module.forward``; hidden states that are not cut stay whole."""
+        """Replaces ``module.forward``; whole hidden states stay whole."""
         note_mesh(mesh)
         setattr(module, _SUMS, True)
         forward = module.forward
@@ -253,7 +253,7 @@ class SequenceInput(TensorParallelLayer):
 
 
 class _GatheredHiddenStates(OverlapPrepareModuleInput):
-    """Gathers the first positional input or, if there is none, the one that transformers calls hidden_states."""
+    """Gathers the first positional input or, without one, the keyword ``hidden_states``."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -291,7 +291,7 @@ def _linear(
 
 
 def _own_tokens(hidden: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's, of hidden states that are whole or cut, into parts of one size."""
+    """This rank's tokens, from whole or cut hidden states in parts of one size."""
     if isinstance(hidden, DTensor):
         return to_local(hidden if _is_cut(hidden) else redistribute(hidden, (TOKENS,)))
     place = (mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
@@ -305,7 +305,7 @@ def _cut(hidden: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def named() -> dict[str, TensorParallelLayer]:
-    """The styles under names of their own."""
+    """The styles under their own names."""
     return {
         "overlap_colwise": OverlapColwise(),
         "overlap_colwise_gather_output": OverlapColwise(output_layouts=Replicate()),
@@ -319,9 +319,9 @@ def named() -> dict[str, TensorParallelLayer]:
 
 
 def in_place_of_transformers() -> dict[str, TensorParallelLayer]:
-    """The styles of these types under the names that models' plans have, with the layouts that transformers gives them."""
+    """The styles of these types under the names in models' plans, with transformers' layouts."""
     ours = {ColwiseParallel: OverlapColwise, RowwiseParallel: OverlapRowwise}
-    ours |= {kind: kind for kind in ours.values()}  # which another handle has put there
+    ours |= {kind: kind for kind in ours.values()}  # another handle has registered it
     return {
         name: ours[type(style)](
             input_layouts=style.input_layouts,
@@ -342,7 +342,7 @@ _HEADS = ("colwise_gather_output", "colwise_rep", "overlap_colwise_gather_output
 
 
 def sequence_plan(model: Any) -> dict[str, str]:
-    """As :func:`overlap_torch.integrations.transformers.sequence_plan` says."""
+    """See :func:`overlap_torch.integrations.transformers.sequence_plan`."""
     from transformers import AutoModelForCausalLM, PretrainedConfig
 
     if isinstance(model, PretrainedConfig):
@@ -395,7 +395,7 @@ def _parent(name: str) -> str:
 
 
 def _by_layers(name: str) -> str:
-    """With * in place of a layer's number, as plans have it."""
+    """The name with * for a layer's number, as in plans."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 

@@ -55,13 +55,13 @@ __all__ = [
 
 
 class _InGroup:
-    """The properties that the report asks a layer for."""
+    """The layer's properties that the report reads."""
 
     tp_group: dist.ProcessGroup | None
 
     @property
     def group(self) -> str:
-        """Name of the tensor-parallel group; empty where there is none."""
+        """Name of the tensor-parallel group; empty if there is none."""
         return "" if self.tp_group is None else self.tp_group.group_name
 
     @property
@@ -70,17 +70,17 @@ class _InGroup:
 
 
 class OverlapColumnParallelLinear(_InGroup, layers.ColumnParallelLinear):
-    """Megatron's column-parallel linear, whose communication runs beside its GEMMs.
+    """Megatron's column-parallel linear, with communication beside its GEMMs.
 
     Arguments, parameters, their initialization, ``sharded_state_dict``, and forward's inputs and outputs are those of
     ``megatron.core.tensor_parallel.ColumnParallelLinear``. With ``config.sequence_parallel`` forward is an
-    :func:`overlap_torch.allgather_gemm`, and the input's gradient a ``gemm_reducescatter``, beside which the input is gathered again
-    for the weight's gradient. Without, the input's gradient is a ``gemm_allreduce``. ``gradient_accumulation_fusion`` adds to
-    ``weight.main_grad`` by Megatron's own kernel.
+    :func:`overlap_torch.allgather_gemm`. The input's gradient is then a ``gemm_reducescatter``, and the input is gathered
+    again beside it for the weight's gradient. Without sequence parallelism the input's gradient is a ``gemm_allreduce``.
+    ``gradient_accumulation_fusion`` adds to ``weight.main_grad`` by Megatron's own kernel.
 
-    Where Megatron does not communicate (experts, ``disable_grad_reduce``, one rank) its own layer runs; and, with the reason in
-    :func:`overlap_torch.report`, where it defers the weight's gradient, gathers the weight first (GTP), or accumulates gradients
-    for Megatron-FSDP or under autocast.
+    Megatron's own layer runs if Megatron does not communicate (experts, ``disable_grad_reduce``, one rank). It also runs,
+    with the reason in :func:`overlap_torch.report`, if it defers the weight's gradient, gathers the weight first (GTP), or
+    accumulates gradients for Megatron-FSDP or under autocast.
     """
 
     def forward(
@@ -123,21 +123,21 @@ class OverlapColumnParallelLinear(_InGroup, layers.ColumnParallelLinear):
 
 
 class OverlapRowParallelLinear(_InGroup, layers.RowParallelLinear):
-    """Megatron's row-parallel linear, whose communication runs beside its GEMMs.
+    """Megatron's row-parallel linear, with communication beside its GEMMs.
 
     Arguments, parameters, their initialization, ``sharded_state_dict``, and forward's inputs and outputs are those of
-    ``megatron.core.tensor_parallel.RowParallelLinear``. Forward is an :func:`overlap_torch.gemm_allreduce`; with
-    ``config.sequence_parallel`` a ``gemm_reducescatter``, whose backward is one ``allgather_gemm`` for both gradients.
+    ``megatron.core.tensor_parallel.RowParallelLinear``. Forward is an :func:`overlap_torch.gemm_allreduce`. With
+    ``config.sequence_parallel`` it is a ``gemm_reducescatter``, and backward is one ``allgather_gemm`` for both gradients.
     ``gradient_accumulation_fusion`` adds to ``weight.main_grad`` by Megatron's own kernel.
 
-    Where Megatron does not communicate (experts, one rank) its own layer runs; and, with the reason in
-    :func:`overlap_torch.report`, where it gathers the weight first (GTP), offloads activations to the CPU, or accumulates
+    Megatron's own layer runs if Megatron does not communicate (experts, one rank). It also runs, with the reason in
+    :func:`overlap_torch.report`, if it gathers the weight first (GTP), offloads activations to the CPU, or accumulates
     gradients for Megatron-FSDP or under autocast.
     """
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron's: [sequence, batch, this rank's part of input_size] to [sequence, batch, output_size], of which each rank has
-        its part of the sequence with sequence parallelism."""
+        """As Megatron's: [sequence, batch, this rank's part of input_size] to [sequence, batch, output_size]. With sequence
+        parallelism each rank has its part of the output's sequence."""
         note_call(self, input_)
         why = _why_not(self, self.weight)
         offloading = self.config._cpu_offloading_context
@@ -159,10 +159,10 @@ class OverlapRowParallelLinear(_InGroup, layers.RowParallelLinear):
 
 
 class TorchNorm:
-    """Megatron's ``WrappedTorchNorm``, which makes a norm of PyTorch's, and refuses sequence parallelism.
+    """Megatron's ``WrappedTorchNorm``, which uses a PyTorch norm, with sequence parallelism, which Megatron's refuses.
 
-    Here its parameters are marked as those of Megatron's other norms are: the gradients of a rank's tokens are summed over the
-    ranks by ``megatron.core.distributed.finalize_model_grads``.
+    Its parameters are marked like those of Megatron's other norms, so ``megatron.core.distributed.finalize_model_grads``
+    sums their gradients over the ranks.
     """
 
     def __new__(cls, config: TransformerConfig, *args: Any, **keywords: Any) -> torch.nn.Module:
@@ -175,23 +175,22 @@ class TorchNorm:
 
 
 class OverlapSpecProvider(BackendSpecProvider):
-    """The modules that Megatron's specs are built of, with this package's column- and row-parallel linears.
+    """The modules for Megatron's specs, with this package's column- and row-parallel linears.
 
     Args:
-        fallback: a ``BackendSpecProvider`` for all the rest: norms, attention, activations and the experts' modules, which stay
-            as they are. None: Megatron's ``LocalSpecProvider``, which needs neither Transformer Engine nor Apex. Its attention
-            refuses context parallelism, for which :class:`OverlapDotProductAttention` takes its place.
+        fallback: a ``BackendSpecProvider`` for all other modules: norms, attention, activations and the experts, which stay
+            as they are. None: Megatron's ``LocalSpecProvider``, which needs neither Transformer Engine nor Apex. Its
+            attention refuses context parallelism; :class:`OverlapDotProductAttention` replaces it then.
 
-    Give it to Megatron's functions that take a ``backend``, such as ``get_mlp_module_spec_for_backend``; :func:`gpt_layer_spec`
-    builds a GPT's layer by it, :func:`gpt_block_spec` all of them.
+    Pass the provider to Megatron's functions that take a ``backend``, such as ``get_mlp_module_spec_for_backend``.
+    :func:`gpt_layer_spec` builds a GPT's layer with it, :func:`gpt_block_spec` all layers.
     """
 
     def __init__(self, fallback: BackendSpecProvider | None = None) -> None:
         self.fallback = LocalSpecProvider() if fallback is None else fallback
 
     def __getattr__(self, name: str) -> Any:
-        # A fallback may have more than the protocol; `fallback` itself is not there while it is
-        # unpickled.
+        # A fallback may have more than the protocol. While the provider is unpickled, `fallback` itself does not exist.
         if name == "fallback":
             raise AttributeError(name)
         return getattr(self.fallback, name)
@@ -203,16 +202,17 @@ class OverlapSpecProvider(BackendSpecProvider):
         return OverlapRowParallelLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """False: a norm is a module of its own."""
+        """False: a norm is a separate module."""
         return False
 
     def column_parallel_layer_norm_linear(self) -> None:
-        """There is none."""
+        """None: there is no such module."""
 
     def layer_norm(
         self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
     ) -> Any:
-        """The fallback's; for Megatron's ``WrappedTorchNorm`` :class:`TorchNorm`, which takes sequence parallelism too."""
+        """The fallback's norm; :class:`TorchNorm`, which supports sequence parallelism, instead of Megatron's
+        ``WrappedTorchNorm``."""
         norm = self.fallback.layer_norm(rms_norm=rms_norm, for_qk=for_qk, has_residual=has_residual)
         return TorchNorm if norm is WrappedTorchNorm else norm
 
@@ -221,7 +221,7 @@ class OverlapSpecProvider(BackendSpecProvider):
         return CoreAttention if attention is DotProductAttention else attention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-        """The fallback's: experts are not touched."""
+        """The fallback's modules, because experts do not change."""
         return self.fallback.grouped_mlp_modules(moe_use_grouped_gemm)
 
     def activation_func(self) -> Any:
@@ -231,8 +231,8 @@ class OverlapSpecProvider(BackendSpecProvider):
 def gpt_layer_spec(provider: OverlapSpecProvider | None = None, **arguments: Any) -> ModuleSpec:
     """``megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec(**arguments)``, built by a provider.
 
-    Attention and its projections, the dense MLP's and the shared experts' linears are the provider's (None:
-    ``OverlapSpecProvider()``), and so are norms and the experts' modules; all others are those of Megatron's local spec.
+    The provider (None: ``OverlapSpecProvider()``) gives attention and its projections, the dense MLP's and the shared
+    experts' linears, norms and the experts' modules. All other modules are those of Megatron's local spec.
     """
     provider = OverlapSpecProvider() if provider is None else provider
     submodules = gpt_layer_specs.get_gpt_layer_local_submodules(**arguments)
@@ -272,15 +272,15 @@ def gpt_block_spec(
     pp_rank: int | None = None,
     **arguments: Any,
 ) -> TransformerBlockSubmodules:
-    """The layers of a GPT's pipeline stage, all of them alike, and the norm after them::
+    """The layers of a GPT's pipeline stage, all with the same spec, and the norm after them::
 
         GPTModel(config, transformer_layer_spec=gpt_block_spec(config), vocab_size=..., max_sequence_length=...)
 
     Args:
-        config: of the model; ``num_layers`` and ``normalization`` are read.
+        config: the model's config, of which ``num_layers`` and ``normalization`` are read.
         provider: None: ``OverlapSpecProvider()``.
-        vp_stage, pp_rank: as those of ``megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec``.
-        arguments: of :func:`gpt_layer_spec`.
+        vp_stage, pp_rank: as in ``megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec``.
+        arguments: the arguments of :func:`gpt_layer_spec`.
     """
     provider = OverlapSpecProvider() if provider is None else provider
     arguments = {"normalization": config.normalization, **arguments}
@@ -292,7 +292,7 @@ def gpt_block_spec(
 
 
 def _replaced(submodules: Any, others: dict[Any, Any]) -> Any:
-    """A dataclass of modules, with others in the place of those that are keys."""
+    """A dataclass of modules, with the modules that are keys replaced by their values."""
     found = {
         field.name: others[module]
         for field in dataclasses.fields(submodules)
@@ -302,7 +302,7 @@ def _replaced(submodules: Any, others: dict[Any, Any]) -> Any:
 
 
 def _why_not(layer: torch.nn.Module, weight: torch.Tensor) -> str:
-    """Why Megatron's own layer has to run though it communicates; empty if it has not."""
+    """Why Megatron's own layer has to run although it communicates; empty if it need not."""
     if layer.gtp_remat_size > 1:
         return "the weight is gathered before its GEMM (GTP)"
     if layer.gradient_accumulation_fusion and weight.requires_grad:
@@ -315,12 +315,12 @@ def _why_not(layer: torch.nn.Module, weight: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """A Function's knowledge beside its operands."""
+    """A Function's arguments beside its operands."""
 
     group: str
     ranks: int
     sequence_parallel: bool
-    # The parameter and its main_grad, as forward has found it, to which backward adds; None: backward returns the gradient.
+    # The parameter and its main_grad at forward; backward adds to it. None: backward returns the gradient.
     accumulates: tuple[torch.Tensor, torch.Tensor | None] | None
 
     @staticmethod
@@ -331,8 +331,8 @@ class _Call:
         return _Call(layer.group, layer.world_size, sequence_parallel, accumulates)
 
     def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor) -> Gradient:
-        """The gradient of [tokens, ..., N] and [tokens, ..., K]: [N, K], or what Megatron's hooks
-        expect where it was added to main_grad.
+        """The weight's gradient [N, K] from [tokens, ..., N] and [tokens, ..., K]. If it was added to main_grad, the value
+        that Megatron's hooks expect.
         """
         if self.accumulates is None:
             return weight_gradient(grad, input)
@@ -356,14 +356,14 @@ class _Call:
         add(rows(input).contiguous(), rows(grad).contiguous(), main_grad)
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
-        # Its data-parallel hooks run when a gradient arrives, whose values nobody reads but where zeros are asked for.
+        # Megatron's data-parallel hooks run when a gradient arrives. Nothing reads its values unless zeros are requested.
         weight.grad_added_to_main_grad = True
         make = input.new_zeros if getattr(weight, "zero_out_wgrad", False) else input.new_empty
         return make(main_grad.shape)
 
 
 class _Column(torch.autograd.Function):
-    """The column-parallel product: of the gathered input with sequence parallelism, else of a replicated one."""
+    """The column-parallel product, of the gathered input with sequence parallelism, else of a replicated input."""
 
     @staticmethod
     def forward(

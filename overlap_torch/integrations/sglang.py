@@ -30,13 +30,13 @@ _enabled = False
 def enable() -> None:
     """Registers hooks around the forward of SGLang's ``RowParallelLinear``, and around its all-reduce with residual and norm.
 
-    SGLang applies them when it has loaded its plug-ins; a second call does nothing. The norm's hook is ``allreduce_rmsnorm``
-    with ``fused=True`` for contiguous rows of bfloat16 or float16 which the kernels take, at most 512 of them, and SGLang's
-    function for all others. SGLang calls that function only where its own fusion applies. The forward's hook computes what
-    the forward would:
+    SGLang applies them after it has loaded its plug-ins; a second call does nothing. The norm's hook calls
+    ``allreduce_rmsnorm`` with ``fused=True`` for at most 512 contiguous rows of bfloat16 or float16 that the kernels take,
+    and SGLang's function for all others. SGLang calls that function only where its own fusion applies. The forward's hook
+    replaces two kinds of forward:
 
-    - ``gemm_allreduce`` where that is an unquantized GEMM and an all-reduce over the tensor-parallel group;
-    - ``gemm_reducescatter`` where SGLang's sequence parallelism is active: rows padded to a multiple of the ranks, scattered.
+    - an unquantized GEMM and an all-reduce over the tensor-parallel group, by ``gemm_allreduce``; - the same with SGLang's
+    sequence parallelism, by ``gemm_reducescatter``: rows padded to a multiple of the ranks, scattered.
 
     Everything else is SGLang's forward: quantized layers and weights packed for a CPU's kernel, ``skip_all_reduce``, ``reduce_results=False``
     (layers whose sum SGLang leaves to the layer's boundary), an ``output_tensor``, groups other than the tensor-parallel one,
@@ -70,7 +70,7 @@ def _norm(
     fp32_acc: bool = True,
     use_attn_tp_group: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The hook around SGLang's ``flashinfer_allreduce_residual_rmsnorm``: the norm and the sum, or None twice."""
+    """The hook around SGLang's ``flashinfer_allreduce_residual_rmsnorm``; returns the norm and the sum, or None twice."""
     fusion = importlib.import_module(_FUSION)
     ranks, _, group = fusion.resolve_fusion_group(use_attn_tp_group=use_attn_tp_group)
     takes = (
@@ -93,7 +93,7 @@ def _norm(
 
 
 def forward_hook(linear: Any, unquantized: type) -> Callable[..., Any]:
-    """The hook; ``linear`` is SGLang's module of linear layers, or what has its names."""
+    """The hook; ``linear`` is SGLang's module of linear layers, or an object with its names."""
 
     def op_of(
         layer: torch.nn.Module, skip_all_reduce: bool, forward_batch: Any, output_tensor: Any
@@ -139,7 +139,7 @@ def forward_hook(linear: Any, unquantized: type) -> Callable[..., Any]:
         rank, ranks = linear.get_group_rank_size(layer.tp_group)
         input = _serving.part_of(layer, input_, rank, ranks)
         if op is gemm_reducescatter:
-            # Rows of zeros after the last, which SGLang drops where it gathers.
+            # Rows of zeros after the last row; SGLang drops them when it gathers.
             behind = (0, 0) * (input.dim() - 1)
             input = functional.pad(input, (*behind, 0, -input.shape[0] % ranks))
         output = _serving.run(op, layer, input, layer.tp_group.device_group.group_name)

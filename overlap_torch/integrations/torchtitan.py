@@ -18,17 +18,17 @@ class Swap(Handle):
 def enable() -> Swap:
     """Swaps the autograd Functions of ``torchtitan.distributed.linear`` for ones that run this package's ops.
 
-    ``AllGatherLinear``, ``AllGatherLinearMulti`` and ``LinearReduceScatter`` take and return the same as
-    torchtitan's, under the names that its modules have imported or will import.
-    Models with ``tp_gemm_backend="dist_gemm"``, made before
-    or after, then overlap on GPUs that PyTorch's symmetric memory does not serve, too, and run on CPU::
+    The replacements of ``AllGatherLinear``, ``AllGatherLinearMulti`` and ``LinearReduceScatter`` take and return the same
+    as torchtitan's. They have the names that torchtitan's modules have imported or will import. Models with
+    ``tp_gemm_backend="dist_gemm"``, made before or after, then also overlap on GPUs that PyTorch's symmetric memory does
+    not serve, and run on CPU::
 
         with overlap_torch.integrations.torchtitan.enable():
             trainer.train()
 
-    Forward keeps this rank's rows, as many bytes as torchtitan's Functions keep, but without a copy of a part of the gathered input;
-    backward gathers them beside its GEMM. A graph that was recorded before a swap runs the backward of its own Function. Call it
-    before ``torch.compile`` traces the model.
+    Forward keeps this rank's rows. These are as many bytes as torchtitan's Functions keep, but without a copy of a part of
+    the gathered input. Backward gathers the rows beside its GEMM. A graph that was recorded before a swap runs the backward
+    of its own Function. Call ``enable`` before ``torch.compile`` traces the model.
 
     Returns:
         A handle: ``undo()``, or the end of a ``with`` block, puts torchtitan's Functions back. A second call of this function swaps
@@ -50,7 +50,7 @@ def _pairs() -> dict[type, type]:
 
 
 def _swap(pairs: dict[type, type]) -> None:
-    """In all modules: one that has imported a name holds the class itself."""
+    """Swaps in all modules, because a module that has imported a name holds the class itself."""
     from overlap_torch.integrations import _torchtitan_functions as functions
 
     for module in list(sys.modules.values()):

@@ -41,15 +41,15 @@ _COMPILED = "overlap_torch's attention for torchtitan reads each batch's documen
 
 
 class OverlapFlexAttention(FlexAttention):
-    """torchtitan's inner attention, for a sequence that is cut over ranks: no gather of keys and values before it.
+    """torchtitan's inner attention for a sequence that is cut over ranks, without a gather of keys and values before it.
 
-    The mask says how: torchtitan's causal mask and its packed documents, with ``context_parallel_load_balancer`` "headtail" or
-    None. Documents need a local batch of 1. Without context parallelism, and where torchtitan has gathered the keys itself
-    (``spmd_backend="partial_dtensor"``), torchtitan's own forward runs.
+    It reads the cut from the mask. It takes torchtitan's causal mask and its packed documents, with
+    ``context_parallel_load_balancer`` "headtail" or None. Documents need a local batch of 1. Without context parallelism,
+    and if torchtitan has gathered the keys itself (``spmd_backend="partial_dtensor"``), torchtitan's own forward runs.
 
     Raises:
-        ValueError: in forward, with what it does not take, by name: other masks and load balancers, ``score_mod``,
-            ``out_transform``.
+        ValueError: forward got something unsupported, which the message names: other masks and load balancers,
+            ``score_mod``, ``out_transform``.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class OverlapFlexAttention(FlexAttention):
         self.head_parts, self.group = config.head_parts, ""
 
     def over(self, group: Group) -> None:
-        """The sequence is cut over the ranks of ``group``, and keys and values arrive as queries do, this rank's."""
+        """Sets that the sequence is cut over the ranks of ``group``; keys and values are this rank's, as queries are."""
         self.group = group_name(group)
         sharding = self._sharding_config
         if sharding is None:
@@ -136,7 +136,8 @@ class OverlapFlexAttention(FlexAttention):
 
 @functools.lru_cache(maxsize=4)
 def _read(mask_mod: Callable, own: int, group: str) -> dict[str, Any]:
-    """The cut and the documents that a mask of this rank's queries says; read once a batch, as it waits for the device."""
+    """The cut and the documents of a mask of this rank's queries; read once for each batch, because it waits for the
+    device."""
     ranks, rank = world_size(group), group_rank(group)
     rewritten = closure_of(mask_mod, "_create_cp_block_mask.<locals>._rewrite_mask_mod")
     if rewritten is None:
@@ -162,7 +163,7 @@ def _variables(function: Callable) -> dict[str, Any]:
 
 
 def _documents(mask_mod: Callable, total: int) -> Documents | None:
-    """The documents of torchtitan's causal mask, alone or with that of packed documents."""
+    """The documents of torchtitan's causal mask, with or without the mask of packed documents."""
     found = closure_of(mask_mod, "and_masks")
     parts = list(found["mask_mods"]) if found else [mask_mod]
     causal = [one for one in parts if closure_of(one, "get_causal_mask_mod") is not None]

@@ -1,6 +1,6 @@
 """torchtitan's token dispatcher by ``moe_dispatch`` and ``moe_combine``: a token travels once to a rank.
 
-It is chosen in torchtitan's configuration, for models whose experts are cut over ranks; nothing of it overlaps yet::
+It is chosen in torchtitan's configuration, for models with experts divided among ranks; nothing overlaps yet::
 
     --override.imports overlap_torch.integrations.torchtitan_experts.token_dispatcher
 
@@ -27,8 +27,8 @@ require("torchtitan", ("0.3",), "torchtitan")
 class OverlapTokenDispatcher(AllToAllTokenDispatcher):
     """torchtitan's ``AllToAllTokenDispatcher``: the same rows in the same order, and shares in float32 after the experts.
 
-    A token's results are summed in the choices' order in float32 and rounded once. It is not for torchtitan's type checks
-    of ``spmd_types``, in which it runs as torchtitan's own; so it does with ``ep_mesh=None``.
+    A token's results are summed in the choices' order in float32 and rounded once. Under torchtitan's type checks of
+    ``spmd_types``, and with ``ep_mesh=None``, torchtitan's own dispatcher runs.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class OverlapTokenDispatcher(AllToAllTokenDispatcher):
         topk_expert_ids_TK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """[T, D] to the rows [R, D] of this rank's experts, their numbers [e], and what ``combine`` needs."""
+        """[T, D] to the rows [R, D] of this rank's experts, their numbers [e], and the state for ``combine``."""
         if self.ep_mesh is None or _type_checks():
             return super().dispatch(
                 x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E

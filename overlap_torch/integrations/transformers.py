@@ -1,5 +1,5 @@
-"""Hugging Face transformers by the ops of this package: tensor parallelism, ``tp_plan="auto"`` and plans by hand; attention of a cut
-sequence.
+"""Hugging Face transformers with this package's ops: tensor parallelism (``tp_plan="auto"`` and plans by hand), and
+attention of a cut sequence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Registration(Handle):
 
 
 def _release(names: Iterable[str]) -> None:
-    """transformers' styles are as before, except for those that another handle holds."""
+    """Restores transformers' styles, except those that another handle holds."""
     with _lock:
         for name in names:
             _held[name] -= 1
@@ -51,7 +51,7 @@ def _release(names: Iterable[str]) -> None:
 
 
 def register(*, auto: bool = True) -> Registration:
-    """Puts styles of this package into ``transformers``' ``ALL_PARALLEL_STYLES``; models are loaded after it as always::
+    """Adds this package's styles to ``transformers``' ``ALL_PARALLEL_STYLES``; then load models as usual::
 
         overlap_torch.integrations.transformers.register()
         model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_plan="auto"))
@@ -62,16 +62,16 @@ def register(*, auto: bool = True) -> Registration:
     ``overlap_sequence_input`` and ``overlap_rowwise_sequence`` cut the tokens over the ranks between the blocks;
     :func:`sequence_plan` makes a plan of them.
 
-    From transformers 5.23 on ``DistributedConfig(ep_size=..., ep_implementation="overlap")`` has the experts of a mixture exchange their
-    tokens by :func:`overlap_torch.moe_dispatch` and :func:`overlap_torch.moe_combine`: a token goes once to a rank. Nothing of it overlaps yet.
+    From transformers 5.23 on, with ``DistributedConfig(ep_size=..., ep_implementation="overlap")`` the experts of a mixture
+    exchange their tokens by :func:`overlap_torch.moe`, or by :func:`overlap_torch.moe_dispatch` and
+    :func:`overlap_torch.moe_combine` around their own forward. A token goes once to a rank.
 
     A layer that is not a plain ``torch.nn.Linear``, such as a quantized one, takes transformers' own style;
     ``overlap_torch.report(model)`` names it.
 
     Args:
-        auto: True lets transformers' own names
-            ``colwise``, ``colwise_rep``, ``colwise_gather_output``, ``rowwise``, ``rowwise_rep`` and
-            ``rowwise_split_input`` stand for these styles too, as models' own plans have them.
+        auto: True also gives these styles transformers' own names, which are in models' plans: ``colwise``,
+            ``colwise_rep``, ``colwise_gather_output``, ``rowwise``, ``rowwise_rep`` and ``rowwise_split_input``.
 
     Returns:
         A handle: ``undo()``, or the end of a ``with`` block, takes the styles out. A second call of this function returns another
@@ -99,7 +99,7 @@ def register(*, auto: bool = True) -> Registration:
 
 
 def _experts() -> ModuleType | None:
-    """The module of expert parallelism; None for releases that have no implementations to choose from."""
+    """The module of expert parallelism; None for releases without a choice of implementations."""
     name = "transformers.distributed.expert_parallel"
     if importlib.util.find_spec(name) is None:
         return None
@@ -111,7 +111,7 @@ def _experts() -> ModuleType | None:
 
 
 def sequence_plan(model: Any) -> dict[str, str]:
-    """A ``tp_plan`` with which the tokens are cut over the ranks between a causal model's blocks.
+    """A ``tp_plan`` that divides the tokens among the ranks between a causal model's blocks.
 
     Norms and residuals are then computed on this rank's tokens. The input of an attention or an MLP
     is gathered once beside the GEMMs that read it, and its output is reduce-scattered beside its
@@ -122,11 +122,12 @@ def sequence_plan(model: Any) -> dict[str, str]:
         plan = overlap_torch.integrations.transformers.sequence_plan(config)
         model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_plan=plan))
 
-    It is for training: a step of generation has one token to cut. Hidden states that the model returns are DTensors.
+    It is for training, because a step of generation has only one token. Hidden states that the model returns are DTensors.
 
     Args:
-        model: a ``PreTrainedModel``, or the ``PretrainedConfig`` of a causal language model. Its own plan must be one of column- and
-            row-parallel linears in the blocks of its layers, which have norms beside them, as those of Llama, Mistral and Qwen3.
+        model: a ``PreTrainedModel``, or the ``PretrainedConfig`` of a causal language model. Its own plan must have only
+            column- and row-parallel linears in the layers' blocks, with norms beside the blocks, as in Llama, Mistral and
+            Qwen3.
 
     Raises:
         ValueError: a model of another kind; the message names the unknown part.
@@ -152,16 +153,17 @@ _LLAMA_FORM = (
 
 
 def fuse_norms(model: Any) -> NormFusion:
-    """Decoding computes all-reduce, residual and RMSNorm of each half layer as one op, :func:`overlap_torch.gemm_allreduce_rmsnorm`::
+    """Makes decoding compute all-reduce, residual and RMSNorm of each half layer by
+    :func:`overlap_torch.gemm_allreduce_rmsnorm`::
 
         overlap_torch.integrations.transformers.register()
         model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_plan="auto"))
         overlap_torch.integrations.transformers.fuse_norms(model)
         model.generate(...)
 
-    It is for eager calls of at most 512 rows in bfloat16 or float16 without gradients; others run as the model says, and
-    ``overlap_torch.report(model).notes`` counts both, with the reason. In compiled models the compile pass does the same without it.
-    On CPU results are those of the model bit for bit; on GPUs a kernel adds the ranks' terms in rank order.
+    It serves eager calls of at most 512 rows in bfloat16 or float16 without gradients. Other calls run as the model says,
+    and ``overlap_torch.report(model).notes`` counts both, with the reason. Compiled models need only the compile pass. On
+    CPU results have the model's own bits; on GPUs a kernel adds the ranks' terms in rank order.
 
     Args:
         model: a causal language model of Llama, Mistral, Qwen2 or Qwen3, loaded after :func:`register` with its own plan.
@@ -170,8 +172,8 @@ def fuse_norms(model: Any) -> NormFusion:
         A handle: ``undo()``, or the end of a ``with`` block, gives the model its own forwards back.
 
     Raises:
-        ValueError: a model of another kind, or whose row-parallel linears are not this package's or have biases; the message names
-            the part.
+        ValueError: a model of another kind, or one with row-parallel linears that have biases or are not this package's.
+            The message names the part.
         ImportError: as :func:`register`.
     """
     require("transformers", RELEASES, "transformers")
@@ -195,7 +197,8 @@ class AttentionRegistration(Handle):
     """The result of :func:`register_attention`. :meth:`undo`, or the end of a ``with``, takes the attention out, once.
 
     Attributes:
-        documents: an :class:`overlap_torch.Documents` of the whole sequence, or None; set before each batch that has others.
+        documents: an :class:`overlap_torch.Documents` of the whole sequence, or None; set it before each batch with other
+            documents.
     """
 
     def __init__(self, name: str, attention: Any) -> None:
@@ -212,7 +215,7 @@ class AttentionRegistration(Handle):
 
 
 def _forget(name: str) -> None:
-    """transformers does not know the attention any more."""
+    """Removes the attention from transformers."""
     from overlap_torch.integrations import _transformers_attention as attentions
 
     for registry in (
@@ -230,7 +233,7 @@ def register_attention(
     head_parts: int | None = None,
     name: str = "overlap",
 ) -> AttentionRegistration:
-    """Models whose ``attn_implementation`` is ``name`` attend over the ranks of ``group``, each of which has some of the tokens::
+    """Adds the attention ``name`` for models whose tokens are divided among the ranks of ``group``::
 
         overlap_torch.integrations.transformers.register_attention(tokens="zigzag")
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="overlap")
@@ -240,18 +243,19 @@ def register_attention(
             use_cache=False,
         ).logits                                   # those of this rank's tokens
 
-    The caller cuts ids, positions and labels; a loss of next tokens needs labels that are shifted before the cut. Gradients of weights
-    are this rank's terms, as with data parallelism: their sum over the group is the whole.
+    The caller cuts ids, positions and labels; a loss of next tokens needs labels that are shifted before the cut. Gradients
+    of weights are this rank's terms, as with data parallelism: sum them over the group.
 
-    Causal and full masks are taken, and documents that are told here or by the result's ``documents``. Everything else is refused by name:
-    padding, mask tensors, sliding windows, packed documents that only ``position_ids`` show, dropout, sinks, soft caps, caches.
+    It takes causal and full masks, and documents given here or by the result's ``documents``. Errors name what it does not
+    take: padding, mask tensors, sliding windows, packed documents that only ``position_ids`` show, dropout, sinks, soft
+    caps, caches.
 
     Args:
         tokens, documents, head_parts, group: as :func:`overlap_torch.context_parallel_attention`.
-        name: what ``attn_implementation`` says.
+        name: the name for ``attn_implementation``.
 
     Raises:
-        ValueError: transformers has an attention of this name.
+        ValueError: transformers already has an attention of this name.
         ImportError: as :func:`register`.
     """
     require("transformers", RELEASES, "transformers")

@@ -23,12 +23,12 @@ _enabled: type | None = None
 
 
 def enable() -> type:
-    """Registers a class that vLLM makes in the place of its ``RowParallelLinear``, from here on; a second call does nothing.
+    """Registers a class that vLLM makes instead of its ``RowParallelLinear`` from now on; a second call does nothing.
 
-    A layer of it has vLLM's parameters, loaders and ``quant_method``. Its forward is ``gemm_allreduce`` where vLLM's would be an
-    unquantized GEMM and an all-reduce of all ranks of the tensor-parallel group. Everything else is vLLM's forward: quantized
-    layers, ``reduce_results=False``, ``disable_tp``, a group of one, weights packed for a CPU's kernel, and
-    ``VLLM_BATCH_INVARIANT=1``. ``OVERLAP_VLLM`` becomes one of the variables that vLLM's cache of compiled graphs is keyed by.
+    Its layers have vLLM's parameters, loaders and ``quant_method``. Forward is ``gemm_allreduce`` if vLLM's would be an
+    unquantized GEMM and an all-reduce of all ranks of the tensor-parallel group. Everything else runs vLLM's forward:
+    quantized layers, ``reduce_results=False``, ``disable_tp``, a group of one, weights packed for a CPU's kernel, and
+    ``VLLM_BATCH_INVARIANT=1``. ``OVERLAP_VLLM`` becomes part of the key of vLLM's cache of compiled graphs.
 
     Returns:
         The class.
@@ -68,13 +68,13 @@ def layer_class(
     tp_group: Callable[[], Any],
     batch_invariant: Callable[[], bool],
 ) -> type[torch.nn.Module]:
-    """A subclass of vLLM's ``RowParallelLinear``, ``base``, with this forward.
+    """A subclass of ``base``, vLLM's ``RowParallelLinear``, with this forward.
 
-    Its layers raise a ``RuntimeError`` when they are made for another number of ranks than the tensor-parallel group's.
+    Making a layer for another number of ranks than the tensor-parallel group's raises a ``RuntimeError``.
     """
 
     class OverlapRowParallelLinear(base):
-        """vLLM's row-parallel layer, whose output is reduced beside its GEMM."""
+        """vLLM's row-parallel layer, which reduces the output beside its GEMM."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -86,7 +86,7 @@ def layer_class(
                         f"OVERLAP_VLLM=1: a {base.__name__} is made for {self.tp_size} ranks, but vLLM's tensor-parallel group has "
                         f"{group.world_size}, over which its output would be summed; set OVERLAP_VLLM=0 for this model"
                     )
-                # Named here: what compiles the model sees a constant.
+                # Read here, so that the model's compiler sees a constant.
                 self.overlap_group = group.device_group.group_name
 
         def forward(self, input_: torch.Tensor) -> Any:

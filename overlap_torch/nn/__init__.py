@@ -1,10 +1,10 @@
-"""Tensor-parallel layers built on the ops: ``torch.nn.Linear`` cut over a group of ranks.
+"""Tensor-parallel layers built on the ops: ``torch.nn.Linear`` divided among a group of ranks.
 
 A pair of them makes an MLP or an attention block: :class:`ColumnParallelLinear` takes the whole input and leaves each rank
-a part of the output features, :class:`RowParallelLinear` takes those parts and adds up. With ``sequence_parallel`` the
-tokens outside the pair are cut over the ranks too: the first gathers them, and the second scatters them. A column-parallel
-layer of several outputs, ``ColumnParallelLinear(width, [q, k, v])``, communicates once for all of them. :class:`MoE` divides
-the experts of a mixture among the ranks.
+a part of the output features; :class:`RowParallelLinear` takes those parts and adds up. With ``sequence_parallel`` the
+tokens outside the pair are divided among the ranks, too: the first layer gathers them, and the second scatters them. A
+column-parallel layer with several outputs, ``ColumnParallelLinear(width, [q, k, v])``, communicates once for all of them.
+:class:`MoE` divides the experts of a mixture among the ranks.
 """
 
 from overlap_torch._layers.sharding import token_slice

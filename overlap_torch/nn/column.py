@@ -16,42 +16,43 @@ from overlap_torch.nn.linear import ParallelLinear
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """``torch.nn.Linear`` whose output features are spread over a group: ``input @ weight.T + bias``, a part per rank.
+    """``torch.nn.Linear`` with its output features divided among a group: ``input @ weight.T + bias``, a part on each rank.
 
     ``weight`` [out_features, in_features] and ``bias`` [out_features] are DTensors, ``Shard(0)``: each rank holds
     ceil(out_features / world size) rows, in rank order, as long as there are rows left. The input [..., in_features] is
-    replicated, the output [..., this rank's part of out_features] is what :class:`RowParallelLinear` takes; both are plain
-    tensors. Backward all-reduces the input's gradient, chunk by chunk after the GEMM that computes it.
+    replicated. The output [..., this rank's part of out_features] is the input of :class:`RowParallelLinear`. Both are
+    plain tensors. Backward all-reduces the input's gradient chunk by chunk, while its GEMM computes the next ones.
 
-    With ``sequence_parallel`` the input is this rank's tokens [its part of tokens, ..., in_features], cut as
-    :func:`overlap_torch.nn.token_slice` says. They are gathered while the GEMM computes on those that have arrived,
-    the output has all tokens in dim 0, and backward reduce-scatters the input's gradient.
+    With ``sequence_parallel`` the input is this rank's tokens [its part of tokens, ..., in_features], divided as
+    :func:`overlap_torch.nn.token_slice` says. They are gathered while the GEMM computes those that have arrived. The output
+    has all tokens in dim 0, and backward reduce-scatters the input's gradient.
 
-    With a sequence of out_features (query, key and value; gate and up) the layer is as many ``torch.nn.Linear``s of one input,
-    and returns a tuple of their outputs. Each has a weight and a bias of its own, ``weights[i]`` and ``biases[i]``, cut and drawn
-    as those of a layer of its own. The input is gathered once for all of them, and its gradient, the sum over them, is
-    all-reduced or reduce-scattered once.
+    With a sequence of out_features (query, key and value; gate and up) the layer replaces one ``torch.nn.Linear`` for each
+    of them, all with the same input, and returns a tuple of their outputs. Each has its own weight and bias, ``weights[i]``
+    and ``biases[i]``, divided and drawn as in a separate layer. The input is gathered once for all of them. Its gradient,
+    the sum over them, is all-reduced or reduce-scattered once.
 
     Args:
         in_features: the layer's input features; every rank takes all of them.
         out_features: the whole layer's output features, over all ranks; or
             a sequence of one number or more, all of them positive.
-        bias: whether the layer adds one; for several outputs also a sequence that says it for each.
+        bias: whether the layer adds one; for several outputs also a sequence with an answer for each.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
-        sequence_parallel: whether the input's tokens (dim 0) are spread over the ranks.
+        sequence_parallel: whether the input's tokens (dim 0) are divided among the ranks.
         gather_output: the output is [..., out_features], gathered from all ranks, and its gradient the same on every rank.
             Several outputs are gathered together.
         device, dtype: the parameters' device and type.
         fp8: None, or ``"tensorwise"`` or ``"rowwise"``: output and gradients are computed in fp8, with scales of whole
-            tensors or of rows, as torchao's recipes of these names have it; parameters stay as they are. docs/fp8.md says more.
+            tensors or of rows, as in torchao's recipes of these names; parameters stay as they are. docs/fp8.md says more.
 
     Raises:
-        ValueError: no or non-positive out_features in a sequence, not one ``bias`` for each of them, or an unknown group.
-        TypeError: ``out_features`` that is neither, or a ``group`` that is none of the above.
+        ValueError: a sequence of out_features that is empty or has a number below 1, not one ``bias`` for each of them, or
+            an unknown group.
+        TypeError: ``out_features`` that is neither a number nor a sequence, or a ``group`` that is none of the above.
 
-    Parameters are drawn as those of ``torch.nn.Linear``, so making the layer is a collective call, unless its device is
-    ``meta``. State dicts hold DTensors; ``load_state_dict`` also takes this rank's parts and the whole
-    ``torch.nn.Linear``'s tensors, :meth:`full_state_dict` gathers those.
+    Parameters are drawn as in ``torch.nn.Linear`` from one seed for all ranks, so making the layer is a collective call, unless
+    its device is ``meta``. State dicts hold DTensors. ``load_state_dict`` also takes this rank's parts and the whole
+    ``torch.nn.Linear``'s tensors; :meth:`full_state_dict` gathers the whole tensors.
     """
 
     _placements: ClassVar[dict[str, Placements]] = {"weight": (Shard(0),), "bias": (Shard(0),)}
@@ -79,7 +80,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     @property
     def local_out_features(self) -> int | tuple[int, ...]:
-        """This rank's part of out_features; of each where there are several."""
+        """This rank's part of out_features; a part of each if there are several."""
         return tuple(self._local_features) if self._several else self._local_features[0]
 
     @classmethod
@@ -92,7 +93,7 @@ class ColumnParallelLinear(ParallelLinear):
         gather_output: bool = False,
         fp8: str | None = None,
     ) -> ColumnParallelLinear:
-        """This rank's part of a ``torch.nn.Linear`` that every rank of the group holds in full; copies.
+        """Copies this rank's part of a ``torch.nn.Linear`` that every rank of the group holds in full.
 
         A sequence of them, or a ``torch.nn.ModuleList``, becomes one layer with several outputs. They need the same
         in_features; some may have a bias and others none.
@@ -125,8 +126,8 @@ class ColumnParallelLinear(ParallelLinear):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """[..., in_features] to [..., this rank's part of out_features], or to all of them with ``gather_output``.
 
-        ``tokens``, only with ``sequence_parallel``: how many there are over all ranks, that is, dim 0 of the output.
-        None if every rank has as many as this one. A tuple of outputs where there are several out_features.
+        ``tokens``, only with ``sequence_parallel``: the number of tokens over all ranks, which is dim 0 of the output; None
+        if every rank has as many as this one. With several out_features the result is a tuple of outputs.
         """
         self._check_features(input, self.in_features, "")
         if self.sequence_parallel:
@@ -177,7 +178,7 @@ class ColumnParallelLinear(ParallelLinear):
         return self._gathered(outputs) if self.gather_output else outputs
 
     def _gathered(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """All ranks' features of each output, by one gather: of the outputs' parts side by side, padded to the largest."""
+        """All ranks' features of each output, by one gather of the outputs' parts side by side, padded to the largest."""
         padded = [
             pad_end(output, -1, padding)
             for output, padding in zip(outputs, self._paddings, strict=True)

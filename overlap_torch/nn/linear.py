@@ -1,4 +1,4 @@
-"""The base of the column and the row layer: its parameters as an op takes them, and what it refuses."""
+"""The base of the column and the row layer: its parameters in the form of an op's operands, and its checks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from overlap_torch.nn.parameters import CutParameters
 class ParallelLinear(CutParameters):
     """A ``torch.nn.Linear`` whose parameters are DTensors over a group: base of the column and the row layer.
 
-    The parameters' mesh is the ``DeviceMesh`` given as ``group``, or else one that the program has made over the group's ranks,
-    or ``DeviceMesh.from_group`` of the group until a layer or a style is given one. For FSDP2 over
-    other ranks give a dimension of the whole mesh, such as ``mesh["tp"]``; ``DistributedDataParallel`` does not take
+    The parameters' mesh is the ``DeviceMesh`` given as ``group``, or else one that the program has made over the group's
+    ranks. Without either it is ``DeviceMesh.from_group`` of the group, until a layer or a style is given a mesh. For FSDP2
+    over other ranks give a dimension of the whole mesh, such as ``mesh["tp"]``; ``DistributedDataParallel`` does not take
     DTensors. State dicts hold the DTensors, and making them does not communicate.
 
     ``load_state_dict`` takes DTensors, this rank's parts as plain tensors, and the weight and bias of the whole
@@ -34,8 +34,8 @@ class ParallelLinear(CutParameters):
 
     A parameter may also be replaced by this rank's part as a plain tensor, as by ``torch.func.functional_call``.
 
-    With a tuple of out_features it stands for as many ``torch.nn.Linear``s, and all of this holds for the parameters of each:
-    ``weights.0``, ``biases.0`` and so on, in place of ``weight`` and ``bias``.
+    With a tuple of out_features it replaces a ``torch.nn.Linear`` for each of them, and all of this holds for the
+    parameters of each: ``weights.0``, ``biases.0`` and so on, instead of ``weight`` and ``bias``.
     """
 
     def __init__(
@@ -58,12 +58,11 @@ class ParallelLinear(CutParameters):
         self.group = group_name(group)
         self.world_size, self.rank = place_in(self.group)
         self._several = isinstance(out_features, tuple)
-        # As state dicts name them: those of each torch.nn.Linear.
+        # The names in state dicts: the parameters of each torch.nn.Linear.
         self._names: list[tuple[str, str]] = [("weight", "bias")]
         if self._several:
             self._names = [(f"weights.{i}", f"biases.{i}") for i in range(len(out_features))]
-        # For each weight: this rank's part of the cut dim, and by how much that is smaller than the
-        # largest.
+        # For each weight: this rank's part of the cut dim, and how much smaller that is than the largest part.
         self._local_features: list[int] = []
         self._paddings: list[int] = []
         for name, _ in self._names:
@@ -100,14 +99,14 @@ class ParallelLinear(CutParameters):
 
     def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's weight and bias as plain tensors, with gradients to the parameters."""
-        # A module's attributes are slow; they are needed where there is a parametrization.
+        # A module's attributes are slow, and needed only with a parametrization.
         parameters = self._parameters
         weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         return self._local_pair(weight, bias)
 
     def _local_lists(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """`_local_parameters` where there are several."""
+        """`_local_parameters` of a layer with several weights."""
         biases = [None] * len(self._names) if self.biases is None else self.biases
         pairs = [
             self._local_pair(weight, bias)
@@ -118,7 +117,7 @@ class ParallelLinear(CutParameters):
     def _local_pair(
         self, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # The results of a parametrization may lie elsewhere.
+        # The results of a parametrization may have another placement.
         weight, bias = self._in_place("weight", weight), self._in_place("bias", bias)
         return local_parts(weight, bias)
 
@@ -141,7 +140,7 @@ class ParallelLinear(CutParameters):
         features: int,
         tokens: int | None = None,
     ) -> torch.Tensor:
-        """The output, before it is gathered, by a weight that no op takes, such as one that torchao has quantized."""
+        """The output, before it is gathered, for a weight that no op takes, such as one that torchao has quantized."""
         note_foreign(self, weight)
         last = Shard(input.dim() - 1)
         given, wanted = (Replicate(), last) if columns else (last, Replicate())
@@ -212,7 +211,8 @@ class _ParameterList(torch.nn.ParameterList):
 
 
 def _device_of_parameters(device: torch.device | str | None) -> torch.device:
-    """Where a module's parameters are made: accelerate's ``init_empty_weights`` moves them when they are registered."""
+    """The device on which a module's parameters are made: accelerate's ``init_empty_weights`` moves them when they are
+    registered."""
     module = torch.nn.Module()
     module.register_parameter("parameter", torch.nn.Parameter(torch.empty(0, device=device)))
     return module.parameter.device

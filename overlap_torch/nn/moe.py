@@ -1,4 +1,4 @@
-"""A layer of experts whose parameters are DTensors cut over the group's ranks, with a router or without."""
+"""A layer of experts, with or without a router; its parameters are DTensors divided among the group's ranks."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ class MoE(torch.nn.Module):
 
     ``gate_up`` [E, 2I, H], ``down`` [E, H, I], and with ``bias`` ``gate_up_bias`` [E, 2I] and ``down_bias`` [E, H], are DTensors,
     ``Shard(0)`` over the group's mesh: rank r computes the experts that ``torch.chunk`` gives it. ``load_state_dict`` takes DTensors
-    on that mesh, the whole tensors, and this rank's parts. The router's parameters and those of ``shared`` are the caller's: their
-    gradients are those of this rank's tokens.
+    on that mesh, the whole tensors, and this rank's parts. The parameters of ``router`` and ``shared`` are the caller's:
+    their gradients are from this rank's tokens only.
 
     Args:
         hidden_size, intermediate_size, num_experts: H, I and the number E of all ranks' experts.
         bias: whether the experts have biases.
         activation, interleaved, shares_on, sum_order, max_tokens, max_rows, transport: as :func:`overlap_torch.moe`.
-        router: a module or function of x [..., H] that returns (topk_ids, topk_weights), both [..., K]. None: ``forward`` is given them.
-        shared: a module or function whose result for x is added, such as experts that every token takes.
+        router: a module or function of x [..., H] that returns (topk_ids, topk_weights), both [..., K]. None: ``forward``
+            takes them.
+        shared: a module or function of x, whose result is added, such as experts that serve every token.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: sizes that are not positive, or as :func:`overlap_torch.moe`.
+        ValueError: sizes that are not positive, and as :func:`overlap_torch.moe`.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class MoE(torch.nn.Module):
                 self.register_parameter(name, None)
         self.reset_parameters()
 
-    # The original: accelerate's init_empty_weights puts another one in its place, which takes no DTensors.
+    # The original method, because accelerate's init_empty_weights replaces it by one that takes no DTensors.
     register_parameter = torch.nn.Module.register_parameter
 
     @torch.no_grad()
@@ -113,7 +114,7 @@ class MoE(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Draws the experts as ``torch.nn.Linear`` does, each rank its own, by a seed of the group's first rank.
 
-        A collective call, except for parameters on ``meta``, which it leaves alone.
+        This is a collective call, except for parameters on ``meta``, which it does not change.
         """
         if self.gate_up.is_meta:
             return

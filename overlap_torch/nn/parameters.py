@@ -1,4 +1,4 @@
-"""Parameters cut over a group, made, loaded and put together again."""
+"""Parameters divided among a group: how they are made, loaded and gathered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from overlap_torch._ops.group import broadcast_integers
 
 
 class CutParameters(torch.nn.Module):
-    """The weights and biases of one ``torch.nn.Linear``, or of several, as DTensors: where their parts lie and how they load.
+    """The weights and biases of one ``torch.nn.Linear``, or of several, as DTensors: their placements, and how they load.
 
     A subclass sets ``in_features``, ``out_features``, ``group``, ``world_size``, ``rank`` and the names of its parameters.
     """
@@ -32,10 +32,10 @@ class CutParameters(torch.nn.Module):
     _names: list[tuple[str, str]]
     _mesh_given: bool
 
-    # Where weights and biases lie, as DTensor says it.
+    # The placements of weights and biases.
     _placements: ClassVar[dict[str, Placements]]
 
-    # The original: accelerate's init_empty_weights puts another one in its place, which takes no DTensors.
+    # The original method, because accelerate's init_empty_weights replaces it by one that takes no DTensors.
     register_parameter = torch.nn.Module.register_parameter
 
     def _full_shape(self, name: str) -> tuple[int, ...]:
@@ -81,8 +81,8 @@ class CutParameters(torch.nn.Module):
         return self.weights[0] if self._several else self.weight
 
     def _device_type(self, device: torch.device) -> str:
-        """The mesh's device type for parameters on this device; those on ``meta`` are expected on
-        the GPU if the group has it.
+        """The mesh's device type for parameters on this device. Parameters on ``meta`` are expected on the GPU if the group
+        has one.
         """
         if device.type != "meta":
             return device.type
@@ -90,7 +90,7 @@ class CutParameters(torch.nn.Module):
         return "cuda" if "cuda" in supported and torch.cuda.is_available() else "cpu"
 
     def _mesh_on(self, mesh: DeviceMesh, device_type: str) -> DeviceMesh:
-        """The mesh for tensors on another kind of device: the group's own changes, a given one remains."""
+        """The mesh for tensors on another kind of device: the group's own mesh changes, a given one remains."""
         if device_type in ("meta", mesh.device_type):
             return mesh
         if self._mesh_given or mesh.ndim != 1:
@@ -117,12 +117,11 @@ class CutParameters(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Draws the parameters as ``torch.nn.Linear(in_features, out_features)`` does: uniformly, bound by in_features.
 
-        Several weights and biases are drawn as those of as many ``torch.nn.Linear``s.
+        Several weights and biases are drawn as in a ``torch.nn.Linear`` for each weight.
 
         The first rank of the parameters' mesh draws a seed for all, so that sharded parameters differ between ranks
         and replicated ones do not, however the ranks were seeded.
-        A collective call, except for parameters on ``meta``, which it
-        leaves alone.
+        This is a collective call, except for parameters on ``meta``, which it does not change.
         """
         first = self._any_weight()
         if first.is_meta:
@@ -135,12 +134,12 @@ class CutParameters(torch.nn.Module):
         generators: dict[int, torch.Generator] = {}
         for parameter in self._own_parameters():
             local = parameter.to_local()
-            # A number for each set of ranks that hold the same part: 0 where all do, else one of their own.
+            # A number for each set of ranks that hold the same part: 0 if all ranks do, else another number for each set.
             number = 0
             for dim, placement in enumerate(parameter.placements):
                 own = 0 if placement.is_replicate() else mesh.get_local_rank(dim) + 1
                 number = number * (mesh.size(dim) + 1) + own
-            # Drawn on the CPU if others draw the same: the same bits on every rank, whatever its device.
+            # If other ranks draw the same part, it is drawn on the CPU: the same bits on every rank and device.
             shared = any(placement.is_replicate() for placement in parameter.placements)
             if number not in generators:
                 generator = torch.Generator("cpu" if shared else local.device)
@@ -151,7 +150,7 @@ class CutParameters(torch.nn.Module):
                 local.copy_(drawn)
 
     def _copy_parts(self, linears: Sequence[torch.nn.Linear]) -> None:
-        """Takes over parameters and mode of the whole layer or layers; copies this rank's parts."""
+        """Copies this rank's parts of the whole layer or layers, and takes over their mode."""
         for linear, names in zip(linears, self._names, strict=True):
             named = dict(zip(("weight", "bias"), names, strict=True))
             for kind, parameter in linear.named_parameters(recurse=False):
@@ -171,13 +170,14 @@ class CutParameters(torch.nn.Module):
                 if parameter is None or is_foreign(parameter):
                     continue
                 if isinstance(value, torch.Tensor):
-                    # Into the caller's dict, from which the lists of parameters load next.
+                    # Stored in the caller's dict, from which the lists of parameters load next.
                     state_dict[prefix + name] = self._as_loaded(name, parameter, value)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @torch.no_grad()
     def _as_loaded(self, name: str, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """A state dict's value, in the parameter's place; of another shape as it is, for the error that follows."""
+        """A state dict's value with the parameter's placement. A value of another shape stays as it is, for the error that
+        follows."""
         if isinstance(value, DTensor):
             _check_own(name, value)
             if isinstance(parameter, DTensor) and _same_place(value, parameter):
@@ -189,7 +189,7 @@ class CutParameters(torch.nn.Module):
         if part is None or not isinstance(parameter, DTensor):
             return value if part is None else part
         mesh = self._mesh_on(parameter.device_mesh, part.device.type)
-        # FSDP2 puts its dims before the group's, and cuts the group's part once more.
+        # FSDP2 puts its dims before the group's, and divides the group's part once more.
         for dim, placement in enumerate(parameter.placements[:-1]):
             if not placement.is_replicate():
                 size = part.shape[placement.dim]
@@ -198,7 +198,7 @@ class CutParameters(torch.nn.Module):
         return wrap(part, mesh, parameter.placements, parameter.shape)
 
     def _group_part(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
-        """This rank's part, given the whole or that part; None for a tensor of another shape."""
+        """This rank's part, from the whole or from that part; None for a tensor of another shape."""
         full, own = self._full_shape(name), self._local_shape(name)
         if value.shape == full:
             return value if full == own else self._own_part(name, value)
@@ -208,7 +208,7 @@ class CutParameters(torch.nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The state dict of the whole ``torch.nn.Linear`` or of several, plain tensors on every rank.
 
-        A collective call over the parameters' mesh: over the layer's group, and under FSDP2 over its groups too.
+        This is a collective call over the parameters' mesh: over the layer's group, and with FSDP2 over its groups, too.
         """
         state = self.state_dict()
         for names in self._names:  # in the same order on every rank
@@ -234,7 +234,7 @@ class CutParameters(torch.nn.Module):
 
 
 def _same_place(one: DTensor, other: DTensor) -> bool:
-    """True if the ranks hold the same parts of both, on whatever kind of device."""
+    """True if the ranks hold the same parts of both, on any kind of device."""
     return (
         one.shape == other.shape
         and one.placements == other.placements
@@ -243,7 +243,8 @@ def _same_place(one: DTensor, other: DTensor) -> bool:
 
 
 def _check_own(name: str, value: DTensor) -> None:
-    """Refuses what another rank, or another number of ranks, has pickled: its mesh still says what it was there."""
+    """Refuses a DTensor that another rank, or another number of ranks, has pickled: its mesh still has that rank's
+    place."""
     mesh = value.device_mesh
     if not is_living(mesh):
         raise RuntimeError(
@@ -257,8 +258,8 @@ def _check_own(name: str, value: DTensor) -> None:
 def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state dict that the unsharded module would have, plain tensors on every rank.
 
-    Parallel layers' parts are put together, and so are other DTensors. A collective call: every rank of each DTensor's
-    mesh makes it on the same module.
+    It gathers parallel layers' parts and other DTensors. It is a collective call: every rank of each DTensor's mesh makes
+    it on the same module.
     """
     state = module.state_dict()
     for path, layer in module.named_modules():

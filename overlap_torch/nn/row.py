@@ -15,35 +15,35 @@ from overlap_torch.nn.linear import ParallelLinear
 
 
 class RowParallelLinear(ParallelLinear):
-    """``torch.nn.Linear`` whose input features are spread over a group: ``all_reduce(input @ weight.T) + bias``.
+    """``torch.nn.Linear`` with its input features divided among a group: ``all_reduce(input @ weight.T) + bias``.
 
     ``weight`` [out_features, in_features] is a DTensor, ``Shard(1)``: each rank holds ceil(in_features / world size)
-    columns, in rank order, as long as there are columns left. Where some hold fewer their operands are padded with zeros in
+    columns, in rank order, as long as there are columns left. Ranks with fewer columns pad their operands with zeros in
     each call, so that all ranks run the same problem. ``bias`` [out_features] is a DTensor, ``Replicate()``, and added
     once, after the reduction. Input and output are plain tensors; the output is [..., out_features], equal on all ranks.
 
-    With ``sequence_parallel`` the sum is reduce-scattered: of an input [tokens, ..., its part of in_features] each rank
-    gets its own tokens' output [its part of tokens, ..., out_features], cut as :func:`overlap_torch.nn.token_slice`
-    says. Any number of tokens will do.
+    With ``sequence_parallel`` the sum is reduce-scattered. The input is [tokens, ..., this rank's part of in_features], and
+    each rank gets only its own tokens' output [its part of tokens, ..., out_features], divided as
+    :func:`overlap_torch.nn.token_slice` says. Any number of tokens works.
 
     Args:
         in_features: the whole layer's input features, over all ranks.
         out_features: the layer's output features; every rank computes all of them.
         bias: whether the layer adds one.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
-        sequence_parallel: whether the output's tokens (dim 0) are spread over the ranks.
+        sequence_parallel: whether the output's tokens (dim 0) are divided among the ranks.
         input_is_parallel: the input is this rank's part [..., its part of in_features], as a column-parallel layer
             leaves it. If False it is the whole, replicated input [..., in_features]; the layer takes this rank's part,
             and backward gathers the input's gradient.
         device, dtype: the parameters' device and type.
         fp8: None, or ``"tensorwise"`` or ``"rowwise"``: output and gradients are computed in fp8, with scales of whole
-            tensors or of rows, as torchao's recipes of these names have it; parameters stay as they are. docs/fp8.md says more.
+            tensors or of rows, as in torchao's recipes of these names; parameters stay as they are. docs/fp8.md says more.
 
     Backward of the GEMM does not communicate (see :func:`overlap_torch.gemm_allreduce`); with ``sequence_parallel`` it
     gathers the output's gradient (see :func:`overlap_torch.gemm_reducescatter`), and the bias's is summed over the
-    group. Parameters are drawn as those of ``torch.nn.Linear``, so making the layer is a collective call, unless its
-    device is ``meta``. State dicts hold DTensors; ``load_state_dict`` also takes this rank's parts and the whole
-    ``torch.nn.Linear``'s tensors, :meth:`full_state_dict` gathers those.
+    group. Parameters are drawn as in ``torch.nn.Linear`` from one seed for all ranks, so making the layer is a collective call,
+    unless its device is ``meta``. State dicts hold DTensors. ``load_state_dict`` also takes this rank's parts and the whole
+    ``torch.nn.Linear``'s tensors; :meth:`full_state_dict` gathers the whole tensors.
     """
 
     _placements: ClassVar[dict[str, Placements]] = {"weight": (Shard(1),), "bias": (Replicate(),)}
@@ -61,7 +61,7 @@ class RowParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
         fp8: str | None = None,
     ) -> None:
-        out_features = operator.index(out_features)  # one, where the column layer takes several
+        out_features = operator.index(out_features)  # one number; the column layer takes several
         super().__init__(
             in_features, out_features, bias, group, sequence_parallel, device, dtype, fp8
         )
@@ -82,7 +82,7 @@ class RowParallelLinear(ParallelLinear):
         input_is_parallel: bool = True,
         fp8: str | None = None,
     ) -> RowParallelLinear:
-        """This rank's part of a ``torch.nn.Linear`` that every rank of the group holds in full; copies."""
+        """Copies this rank's part of a ``torch.nn.Linear`` that every rank of the group holds in full."""
         layer = cls(
             linear.in_features,
             linear.out_features,

@@ -1,8 +1,8 @@
 """Plans: how an op runs, as data.
 
-A plan says which kernel computes the tiles and in which order, how they are cut into chunks, how
-each chunk is communicated, where tiles are stored meanwhile, and which resources the GEMM leaves to communication.
-The planner makes one for each problem; this module shows it, and sets others::
+A plan says which kernel computes the tiles and in which order, and how they are divided into chunks. It says how each chunk
+is communicated, where tiles are stored meanwhile, and which resources the GEMM leaves to communication. The planner makes a
+plan for each problem; this module shows it, and sets others::
 
     plan = plan_for(4096, 8192, 7168, torch.bfloat16)           # what the op would do now
     panels = templates.row_panels(plan.problem, 4, kernel="sm90_pingpong", comm_sms=16, max_ctas=16)
@@ -14,9 +14,9 @@ All ranks of a group must set the same plans at the same point between their cal
 ``print(plan.explain())`` shows a plan's steps, their memory and expected times, and why it was taken;
 ``plan.plot("plan.png")`` draws it. ``python -m overlap_torch explain`` does both.
 
-:mod:`~overlap_torch.plan.templates` makes plans, :mod:`~overlap_torch.plan.programs` those whose transfers are written by hand or
-read from other compilers' files, :mod:`~overlap_torch.plan.files` saves and loads them, and :mod:`~overlap_torch.plan.types` has
-their parts.
+:mod:`~overlap_torch.plan.templates` makes plans. :mod:`~overlap_torch.plan.programs` makes plans with transfers that are
+written by hand or read from other compilers' files. :mod:`~overlap_torch.plan.files` saves and loads plans, and
+:mod:`~overlap_torch.plan.types` has their parts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 Plan.explain = explain  # type: ignore[method-assign]
 Plan.plot = plot  # type: ignore[method-assign]
 
-# The names that this module had before they moved, by the module that has them now.
+# Names that moved out of this module, by the module that has them now.
 _MOVED = {
     files: "decode encode from_dict from_json load save schema to_dict to_json",
     programs: "Area Editor Program Rectangle Region Transfer double_ring edit from_msccl from_mscclpp hierarchical one_shot "

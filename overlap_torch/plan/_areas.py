@@ -1,4 +1,4 @@
-"""The terms of a program's statements: ranks that depend on the one that runs it, shares of rows, and areas of memories."""
+"""The terms of a program's statements: ranks relative to the rank that runs it, shares of rows, and areas of memories."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from overlap_torch._plan import Memory, Rectangle
 
 
 class Rank:
-    """A rank that depends on the one that runs the program: ``p.rank + 1`` is the next one, modulo the number of ranks.
+    """A rank relative to the rank that runs the program: ``p.rank + 1`` is the next one, modulo the number of ranks.
 
-    Takes ``+``, ``-``, ``*``, ``//``, ``%`` and ``^`` with integers and other such ranks.
+    It takes ``+``, ``-``, ``*``, ``//``, ``%`` and ``^`` with integers and other such ranks.
     """
 
     def __init__(self, of: Callable[[int], int]) -> None:
@@ -56,7 +56,7 @@ def number_on(rank: AnyRank, on: int) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """The ``index``-th of ``count`` equal shares of rows: what ``p.chunks`` yields."""
+    """The ``index``-th of ``count`` equal shares of rows; ``p.chunks`` yields these."""
 
     index: int
     count: int
@@ -95,8 +95,8 @@ class Area:
         return Area(self.memory, self._grain, cut)
 
     def part(self, index: AnyRank, count: int) -> Area:
-        """The ``index``-th, modulo ``count``, of ``count`` parts of the rows; they begin with whole tiles where there are
-        enough, and are equal where that comes out even."""
+        """The ``index``-th, modulo ``count``, of ``count`` parts of the rows. Parts begin at whole tiles if there are
+        enough tiles, and are equal if the rows divide evenly."""
 
         def cut(rank: int) -> tuple[int, int, int, int]:
             row, rows, column, columns = self._at(rank)
@@ -112,7 +112,8 @@ class Area:
 
 
 def _cut(rows: int, count: int, grain: int, index: int) -> int:
-    """Where the part begins: after whole grains, unless there are too few for all parts, or equal parts are possible."""
+    """The row at which the part begins: after whole grains, unless there are too few for all parts, or equal parts are
+    possible."""
     grains = -(-rows // grain)
     if rows % count == 0 or grains < count:
         return index * rows // count
@@ -130,7 +131,7 @@ def overlap(a: Rectangle, b: Rectangle) -> bool:
 
 
 def covers(a: Rectangle, b: Rectangle) -> bool:
-    """True if all of ``b`` lies in ``a``."""
+    """True if ``a`` contains all of ``b``."""
     return (
         a.row <= b.row
         and b.row + b.rows <= a.row + a.rows

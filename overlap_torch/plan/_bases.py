@@ -1,4 +1,4 @@
-"""The plan that a program is written into: how it computes, and where its chunks end."""
+"""The plan around a program: how it computes, and where its chunks end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Base:
-    """The fields that all plans of one program share; a plan without its program is made of them."""
+    """The fields that all plans of one program share, and the plan without its program."""
 
     problem: Problem
     tile: tuple[int, int] | None
@@ -52,7 +52,7 @@ class Base:
         }
         if problem.op not in _COLLECTIVES:
             return row_panels(problem, 1, **options)
-        # Its rows are one part, whatever the op: transfers name rows themselves.
+        # Its rows are one part for any op, because transfers name rows themselves.
         whole = Problem(problem.m, problem.n, problem.k, problem.dtype, problem.world_size)
         made = row_panels(whole, 1, **options)
         if cuts := _tile_cuts(made, transfers):
@@ -64,7 +64,7 @@ class Base:
 
 
 def _tile_cuts(plan: Plan, transfers: Sequence[Transfer]) -> list[int]:
-    """Tile rows between chunks: where areas end whose tiles are waited for."""
+    """Tile rows between chunks: the ends of the areas for whose tiles transfers wait."""
     areas = [area for one in transfers for area in one.tiles]
     areas += [one.destination.area for one in transfers if one.destination.memory == Memory.PRODUCT]
     tile, grain = plan.tile_m, plan.cluster_m

@@ -1,7 +1,7 @@
-"""Programs: transfers in place of a plan's collective, written by hand.
+"""Programs: hand-written transfers that replace a plan's collective.
 
-``plan.programs.edit`` is the one door; ``overlap_torch.plan`` names the rest. A statement of a program stands for all ranks: ``p.rank``
-is a number that is another one on each of them, and areas and ranks that are made with it are so, too.
+``plan.programs.edit`` makes an editor. A statement of a program describes all ranks: ``p.rank`` has a different value on
+each rank, and so have the areas and ranks computed from it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from overlap_torch.plan._bases import Base
 from overlap_torch.plan._names import enum_member
 from overlap_torch.plan._transfers import Transfers
 
-_INTERPRETER_CTAS = 16  # of all streams, where SMs move a program's data over peers
+_INTERPRETER_CTAS = 16  # of all streams together, if SMs move a program's data over peers
 MESSAGE_SHARES = 64  # rows of a message, as an all-to-all's program counts them
 
 
@@ -43,7 +43,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Earlier:
-    """A need: transfers of before, by their numbers, as the rank finds them that runs the transfer."""
+    """A need: earlier transfers, by their numbers, found by the rank that runs the transfer."""
 
     numbers: Callable[[int], Sequence[int]]
 
@@ -52,16 +52,16 @@ Need = Tiles | Earlier
 
 
 class Editor:
-    """The editor that ``plan.programs.edit`` yields: a program that is being written, one statement after the other.
+    """A program that is being written, statement by statement; ``plan.programs.edit`` yields it.
 
     Attributes:
         world: number of ranks.
-        rank: the one that runs the program, a :class:`Rank`.
+        rank: the rank that runs the program, a :class:`Rank`.
         product: [M, N], each rank's own product; for ``gemm_alltoall`` see :meth:`message`.
-        output: the result, [M, N] or, for ``gemm_reducescatter``, [M / world, N]. If no transfer writes to it, the
-            result is the content of ``product``, for ``gemm_reducescatter`` of this rank's part of it.
+        output: the result, [M, N] or, for ``gemm_reducescatter``, [M / world, N]. If no transfer writes to it, the result
+            is the content of ``product`` (for ``gemm_reducescatter``, of this rank's part).
         input: for ``allgather_gemm``: [M / world, K], this rank's rows.
-        gathered: for ``allgather_gemm``: [M, K], all ranks' rows; this rank's are there at first.
+        gathered: for ``allgather_gemm``: [M, K], all ranks' rows; it has this rank's rows from the start.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Editor:
         self.over_peers = transport is not None and (
             enum_member(Transport, transport) == Transport.PEER
         )
-        # Plans for NCCL's chunks are over peers here; only then are they refused without a program.
+        # Here plans for NCCL's chunks are over peers, which makes the checks refuse them without a program.
         transport = Transport.NCCL if self.over_peers else transport
         if comm_sms is None:
             by_sms = self.over_peers and kernel != Kernel.LIBRARY
@@ -91,7 +91,7 @@ class Editor:
         self._transfers = Transfers()
         gathers = problem.op == Op.ALLGATHER_GEMM
         self._width = problem.k if gathers else problem.n
-        tile_m = self._base.plan().tile_m  # refuses what no plan can be
+        tile_m = self._base.plan().tile_m  # raises if there can be no such plan
         self._grain = 1 if problem.op == Op.GEMM_ALLTOALL else max(1, tile_m)
         rows = problem.m
         if problem.op == Op.GEMM_ALLTOALL:
@@ -125,14 +125,14 @@ class Editor:
 
     def message(self, to: AnyRank, share: Share | None = None) -> Area:
         """For ``gemm_alltoall``: the rows that this rank sends to rank ``to``, or a share of them.
-        They land where they belong.
+        They arrive where they belong.
         """
         if self.problem.op != Op.GEMM_ALLTOALL:
             raise ValueError(f"{self.problem.op.name.lower()} has no messages: take part()")
         return self.part(to, share)
 
     def scratch(self, rows: int) -> Area:
-        """Memory of the program's own on each rank, ``rows`` rows as wide as the rows that travel."""
+        """The program's own memory on each rank: ``rows`` rows, as wide as the rows that travel."""
         first = self._scratch_rows
         self._scratch_rows += rows
         return self._whole(Memory.SCRATCH, rows, first)
@@ -144,11 +144,12 @@ class Editor:
         return Tiles(area)
 
     def arrived(self, area: Area, at: AnyRank | None = None) -> Need:
-        """All transfers so far that write to this area of the rank that runs the transfer, or of rank ``at``."""
+        """The need that all transfers so far that write to this area are complete, on the rank that runs the transfer or on
+        ``at``."""
         return self._earlier(self._transfers.writing, area, at)
 
     def left(self, area: Area, at: AnyRank | None = None) -> Need:
-        """All transfers so far that read this area there."""
+        """The need that all transfers so far that read this area are complete; the rank as in :meth:`arrived`."""
         return self._earlier(self._transfers.reading, area, at)
 
     # --- transfers --------------------------------------------------------------------------------------------
@@ -165,15 +166,15 @@ class Editor:
         stream: int = 0,
         rank: int | Iterable[int] | None = None,
     ) -> Need:
-        """Each rank sends ``area`` of its own to rank ``to``, which has it in ``into``, by default in the same place.
+        """Each rank sends its ``area`` to ``into`` on rank ``to``; by default ``into`` is the same area.
 
         Args:
-            reduce: adds to the data there, which must be computed or have arrived before.
+            reduce: adds to the data in ``into``, which must be computed or have arrived before.
             needs: the transfer waits for these: :meth:`tiles`, :meth:`arrived`, :meth:`left`, or an earlier
                 transfer's return value. None: everything that its own reads and writes require.
             by: ``any``, ``copy_engine``, ``sms`` or ``nccl``. On CPU gloo moves everything.
-            stream: 0 to 3; a rank's transfers of one stream come one after the other.
-            rank: the ranks that do this; None: all.
+            stream: 0 to 3; a rank's transfers of one stream run one after the other.
+            rank: the rank or ranks that do this; None: all.
 
         Returns:
             A need: this transfer is complete.
@@ -219,8 +220,8 @@ class Editor:
         """The plan whose chunks end where transfers wait for tiles.
 
         Raises:
-            ValueError: it cannot run: it does not end, has a race, leaves something out or adds it twice, or does not fit; the
-                message names rank and step, or the transfer.
+            ValueError: the plan cannot run: it does not end, has a race, leaves rows out or adds them twice, or does not
+                fit. The message names rank and step, or the transfer.
         """
         made = self._base.plan(self._transfers.all)
         if self.over_peers:
@@ -254,7 +255,7 @@ class Editor:
             peer = number_on(other, rank) % self.world
             source, destination = (peer, rank) if way == Way.PULL else (rank, peer)
             if source == destination and way != Way.COPY:
-                continue  # what goes nowhere
+                continue  # a message that has no place
             read = Region(area.memory, source, area.at(rank))
             if self.problem.op == Op.GEMM_ALLTOALL and into is None:
                 written = self._received(read, destination)
@@ -272,7 +273,7 @@ class Editor:
         )
 
     def _received(self, read: Region, destination: int) -> Region:
-        """Where a share of a message lands."""
+        """The place at which a share of a message arrives."""
         row = read.rank * MESSAGE_SHARES + read.area.row % MESSAGE_SHARES
         area = Rectangle(row, read.area.rows, read.area.column, read.area.columns)
         return Region(Memory.OUTPUT, destination, area)

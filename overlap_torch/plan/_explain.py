@@ -11,7 +11,7 @@ from overlap_torch._plan import Kernel, Machine, Op, Plan, Prediction, Problem, 
 from overlap_torch.plan import _library as library
 from overlap_torch.plan._names import enum_name
 
-# As two H200s of one host (NV18 links) are measured.
+# Measured on two H200s of one host (NV18 links).
 H200 = Machine(
     arch=90,
     sm_count=132,
@@ -48,7 +48,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory that a call holds on each rank beside its operands and results: ``bytes`` of it, for ``whose`` sake."""
+    """Memory that a call holds on each rank beside its operands and results: ``bytes`` of it, held by ``whose``."""
 
     name: str
     bytes: int
@@ -57,7 +57,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of :meth:`Plan.explain`; ``str()`` of it is a page to be read.
+    """The result of :meth:`Plan.explain`; ``str()`` makes a readable page of it.
 
     Attributes:
         plan: the explained plan.
@@ -70,7 +70,7 @@ class Explanation:
         why: why this plan runs, or does not.
         steps: in the order in which the host enqueues them.
         buffers: the memory that the call holds.
-        computed_us: when each chunk's tiles are finished, of a GEMM that counts them.
+        computed_us: when each chunk's tiles are finished, for a GEMM that counts them.
     """
 
     plan: Plan
@@ -115,14 +115,14 @@ def explain(
     send_rows: Sequence[int] = (),
     receive_rows: Sequence[int] = (),
 ) -> Explanation:
-    """A call by this plan: its steps, the memory that it holds, its expected time, and why it is this plan::
+    """Explains a call by this plan: its steps, memory and expected time, and why this plan was chosen::
 
         print(overlap_torch.plan.plan_for(4096, 8192, 7168).explain())
 
-    The steps are those of a rank whose operands the plan's kernel takes, without bias and outside of CUDA graphs.
+    It shows the steps of a rank whose operands the plan's kernel takes, without bias and outside CUDA graphs.
 
     Args:
-        machine: the machine that it would run on; None: :func:`overlap_torch.plan.machine`, which all ranks of the
+        machine: the machine for the expected times; None: :func:`overlap_torch.plan.machine`, which all ranks of the
             default group have to call.
         rank: the rank whose steps are shown.
         send_rows: for ``gemm_alltoall``, rows that this rank sends to each rank.
@@ -162,14 +162,14 @@ def walk(
     send_rows: Sequence[int] = (),
     receive_rows: Sequence[int] = (),
 ) -> tuple[dict, _plan.Price]:
-    """A rank's list of steps, as JSON has it, and its expected times."""
+    """A rank's list of steps, from its JSON, and its expected times."""
     rows = {"send_rows": list(send_rows), "receive_rows": list(receive_rows)}
     made = json.loads(_plan.steps_json(plan, rank, machine, **rows))
     return made, _plan.price_steps(plan, rank, machine, **rows)
 
 
 def chunks_of(made: dict) -> list[int | None]:
-    """The chunk of each step of a list, as JSON has it."""
+    """The chunk of each step of a list in JSON."""
     chunks: list[int | None] = []
     launched = 0
     for step in made["steps"]:
@@ -183,7 +183,7 @@ def chunks_of(made: dict) -> list[int | None]:
 
 
 def short(plan: Plan) -> str:
-    """A plan in a few words, which tell it from the planner's other candidates."""
+    """A plan in a few words, which distinguish it from the planner's other candidates."""
     kernel, collective = enum_name(plan.kernel), enum_name(plan.collective)
     if plan.program.transfers:
         collective = f"{collective} in {len(plan.program.transfers)} transfers"
@@ -221,7 +221,7 @@ def _why(
     others: Sequence[tuple[Plan, float]],
 ) -> str:
     if sequence_us is None:
-        return "the one way that the planner has: rows differ by rank, so each rank decides how it computes its own"
+        return "the planner's only plan: rows differ by rank, so each rank decides how it computes its own"
     sequence = f"{sequence_us:.1f} us"
     chosen = _plan.make_plan(plan.problem, machine)
     count = f"{len(others) + 1} candidates"
@@ -235,7 +235,7 @@ def _why(
         best, us = others[0]
         share, margin = _plan.needed_gain(best, machine)
         return (
-            f"of {count} the sequence: the next best, {short(best)}, is expected to take {us:.1f} us, and would have to "
+            f"the sequence, out of {count}: the next best, {short(best)}, is expected to take {us:.1f} us, but would have to "
             f"take less than {share * sequence_us - margin:.1f}"
         )
     why = f"the best of {count}: {sequence_us / expected_us:.2f}x the sequence, {sequence}"

@@ -1,4 +1,4 @@
-"""The op library's plans: which one a problem runs by, which are set, and the machine that they are made for."""
+"""The op library's plans: the plan of a problem, the plans that were set, and the machine for which they are made."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def _plan_of(problem: Problem, device: Device, group: Group, invariance: str | N
 
 
 def set_plan(plan: Plan, *, device: Device = None, group: Group = None) -> None:
-    """From now on the op runs ``plan`` for ``plan.problem``; every rank has to set the same.
+    """Makes the op run ``plan`` for ``plan.problem`` from now on; every rank has to set the same plan.
 
-    ``device`` None: the CPU for a plan over gloo, else the current CUDA device. Raises ValueError for what ``validate``
-    refuses on a device of as many SMs, and for a program that needs more memory than the device has.
+    ``device`` None means the CPU for a plan over gloo, else the current CUDA device. Raises ValueError if ``validate``
+    refuses the plan on a device with this number of SMs, or if a program needs more memory than the device has.
     """
     import torch
 
@@ -100,7 +100,7 @@ def set_plan(plan: Plan, *, device: Device = None, group: Group = None) -> None:
 
 
 def clear_plans(group: Group = None) -> None:
-    """Forgets the plans set for the group, so that the planner's hold again. The same on every rank."""
+    """Forgets the plans set for the group, so that the planner's plans run again. Every rank has to call it."""
     import torch
 
     torch.ops.overlap.clear_plans(_group_name(group))
@@ -108,7 +108,7 @@ def clear_plans(group: Group = None) -> None:
 
 @contextmanager
 def use_plan(plan: Plan, *, device: Device = None, group: Group = None) -> Iterator[Plan]:
-    """``with use_plan(plan):`` sets the plan for its problem, and afterwards the one that held before."""
+    """``with use_plan(plan):`` sets the plan for its problem, and afterwards restores the previous one."""
     where = device_of(device, plan)
     before = plan_of(plan.problem, where, group)
     set_plan(plan, device=where, group=group)
@@ -122,7 +122,7 @@ def machine(device: Device = None, group: Group = None) -> Machine:
     """The planner's view of device and link, for ``candidates`` and ``predict``.
 
     The first call for a group measures its link, so every rank of the group has to make it.
-    ``device`` None: the current CUDA device, or the CPU where there is none.
+    ``device`` None means the current CUDA device, or the CPU if there is none.
     """
     import torch
 
@@ -156,15 +156,15 @@ def device_of(device: Device, plan: Plan | None = None) -> torch.device:
 
 
 def check_on(device: torch.device, plan: Plan) -> None:
-    """Raises ValueError for what cannot run there: what `validate` refuses with as many SMs, and a program that needs more
-    memory than the device has."""
+    """Raises ValueError if the plan cannot run there: `validate` refuses it with this number of SMs, or a program needs
+    more memory than the device has."""
     validate(plan, _usual_machine(device, plan))
     if plan.program.transfers:
         check_memory(plan, _total_bytes(device))
 
 
 def _usual_machine(device: torch.device, plan: Plan) -> Machine:
-    """The usual one, with the device's SMs: where there are few, what waits may leave none to the GEMM."""
+    """The usual machine with the device's SMs: if there are few, waiting kernels may leave none to the GEMM."""
     import torch
 
     machine = _plan.usual_machine(plan)
@@ -183,8 +183,8 @@ def _total_bytes(device: torch.device) -> int:
 
 
 def check_memory(plan: Plan, total_bytes: int) -> None:
-    """ValueError where a rank's call holds more than the device has. Nothing for ``gemm_alltoall``,
-    whose rows no plan knows.
+    """Raises ValueError if a rank's call holds more memory than the device has. ``gemm_alltoall`` is not checked, because
+    no plan knows its rows.
     """
     if plan.problem.op == Op.GEMM_ALLTOALL:
         return
@@ -194,7 +194,7 @@ def check_memory(plan: Plan, total_bytes: int) -> None:
         if held > total_bytes:
             raise ValueError(
                 f"program needs {held} bytes on rank {rank} beside operands and results, the device has {total_bytes}: take fewer "
-                "rows of scratch, or use them again, and smaller areas, as what is added lands in memory of the call first"
+                "rows of scratch, or reuse them, and smaller areas, because added data first arrives in memory of the call"
             )
 
 

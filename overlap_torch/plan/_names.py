@@ -13,7 +13,7 @@ def enum_name(member: Any) -> str:
 
 
 def enum_member(enum: type[_Enum], value: Any) -> _Enum:
-    """A member of the enumeration, given itself or its name in lower case."""
+    """A member of the enumeration, from the member or its name in lower case."""
     if isinstance(value, enum):
         return value
     members: dict[str, _Enum] = enum.__members__  # type: ignore[attr-defined]

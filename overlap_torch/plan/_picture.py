@@ -1,4 +1,4 @@
-"""A plan as a picture: what its steps are expected to take on all ranks, and its tiles coloured by chunk."""
+"""A plan as a picture: its steps on all ranks with their expected times, and its tiles coloured by chunk."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def plot(
     *,
     send_rows: Sequence[Sequence[int]] = (),
 ) -> None:
-    """Draws what the plan is expected to do, in the format that the path's suffix says (PNG, SVG, PDF).
+    """Draws the plan's expected timeline and its tiles, in the format of the path's suffix (PNG, SVG, PDF).
 
-    Above, the steps of all ranks, a row for each of a rank's streams: GEMMs, with a tick where a chunk's tiles are finished,
-    and what communicates or puts in place each chunk, in its colour. Below, the tiles of the product on rank 0 in the
-    colours of their chunks; where there is one chunk, in those of the order in which they are computed.
+    The upper part has the steps of all ranks, a row for each of a rank's streams: GEMMs, with a tick where a chunk's tiles
+    are finished, and each chunk's communication and placement, in its colour. The lower part has the tiles of the product
+    on rank 0 in the colours of their chunks; if there is only one chunk, colours show the order of computation.
 
     Args:
         machine: as in :meth:`Plan.explain`.
-        send_rows: of ``gemm_alltoall``: ``send_rows[a][b]`` rows go from rank a to rank b.
+        send_rows: for ``gemm_alltoall``, ``send_rows[a][b]`` rows go from rank a to rank b.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -82,10 +82,10 @@ def draw(plan: Plan, machine: Machine, send_rows: Sequence[Sequence[int]] = ()) 
 def tile_map(plan: Plan, made: dict) -> list[tuple[int, int, int]]:
     """(group, tile row, tile column) of each of the product's tiles, in the order in which rank 0 computes them.
 
-    ``made``: that rank's list of steps, as JSON has it.
+    ``made``: that rank's list of steps in JSON.
 
-    The group is the tile's chunk; of an all-gather 0 for own rows, and one more than the chunk for the peers'; where all
-    would be of one group, each of 16 equal runs of the order. Empty where a plan has no tiles.
+    The group is the tile's chunk. In an all-gather it is 0 for own rows, and one more than the chunk for the peers' rows.
+    If all tiles would be in one group, the groups are 16 equal runs of the order. The list is empty if a plan has no tiles.
     """
     problem = plan.problem
     if problem.op == Op.GEMM_ALLTOALL or plan.tiles_m * plan.tiles_n == 0:
@@ -117,7 +117,7 @@ def tile_map(plan: Plan, made: dict) -> list[tuple[int, int, int]]:
 
 
 def _ring_tiles(plan: Plan, round_rows: int) -> list[tuple[int, int, int]]:
-    """The same of a ring, on rank 0, which computes the part of the rank before it first, and its own last."""
+    """The same for a ring, on rank 0, which computes the previous rank's part first, and its own last."""
     parts = plan.problem.world_size
     part_rows = plan.tiles_m // parts
     ring = _plan.ring_tiles(parts, part_rows, plan.tiles_n, round_rows)
@@ -128,7 +128,7 @@ def _ring_tiles(plan: Plan, round_rows: int) -> list[tuple[int, int, int]]:
 
 
 def _lanes(made: dict) -> list[str]:
-    """A list's lanes on which something runs."""
+    """A list's lanes that have steps."""
     used = {step["lane"] for step in made["steps"]} | {"caller"}
     return [lane for lane in _LANES if lane in used]
 
@@ -138,12 +138,12 @@ def _color(group: int | None, groups: int) -> tuple[float, ...] | str:
 
     if group is None:
         return OTHER
-    # From yellow to brown: away from the GEMM's blue.
+    # From yellow to brown, to differ from the GEMM's blue.
     return colormaps["YlOrBr"](0.25 + 0.65 * group / max(1, groups - 1))
 
 
 def _rows(plan: Plan, rank: int, made: dict, price: _plan.Price) -> list[Row]:
-    """A row for each lane of the rank's list, of the steps that take time."""
+    """A row for each lane of the rank's list, with the steps that take time."""
     chunks = chunks_of(made)
     groups = max(len(plan.chunks), 1 + max((c for c in chunks if c is not None), default=0))
     bars: dict[str, list[Bar]] = {lane: [] for lane in _lanes(made)}

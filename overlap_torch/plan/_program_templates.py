@@ -1,4 +1,4 @@
-"""Programs that many would write by hand, for any op: rings, one and two shots, and hosts within and across."""
+"""Common programs for any op: rings, one and two shots, and a hierarchy of hosts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from overlap_torch.plan._editor import Area, Editor, Share
 
 
 def ring(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
-    """Each rank talks only to the next one: partial sums go round, each rank adding its own, and then the results.
+    """Each rank sends only to the next one: first partial sums go round, and each rank adds its own; then results go round.
 
     Args:
-        chunks: into how many each rank's part of the rows is cut, which go round one behind the other.
-        how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as of ``plan.programs.edit``.
+        chunks: the number of pieces of each rank's part of the rows, which go round one after the other.
+        how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as in ``plan.programs.edit``.
 
     Raises:
-        ValueError: for ``gemm_alltoall``, whose rows only their sender and their receiver know; or a plan that cannot run.
+        ValueError: ``gemm_alltoall``, because only sender and receiver know its rows; or a plan that cannot run.
     """
     p = _editor("ring", problem, how)
     for share in p.chunks(chunks):
@@ -26,8 +26,8 @@ def ring(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 
 
 def double_ring(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
-    """Two rings at a time, one in each direction, each on a stream of its own with half of the rows; else as :func:`ring`.
-    ``chunks``: of each direction."""
+    """Two rings at a time, one in each direction, each on its own stream with half of the rows; otherwise as :func:`ring`.
+    ``chunks`` counts for each direction."""
     p = _editor("double_ring", problem, how)
     for share in p.chunks(2 * chunks):
         backwards = share.index % 2
@@ -36,9 +36,10 @@ def double_ring(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 
 
 def one_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
-    """One step: everyone sends everyone what they need, and adds up by itself. The fewest steps; for sums the most bytes.
+    """One step: each rank sends all other ranks the rows that they need, and each rank adds up. The fewest steps; for sums
+    the most bytes.
 
-    ``chunks``: the number of pieces of each message. The rest is as in :func:`ring`, and all four ops are served.
+    ``chunks``: the number of pieces of each message. The rest is as in :func:`ring`. It serves all four ops.
     """
     p = Editor(problem, **how)
     for share in p.chunks(chunks):
@@ -53,8 +54,8 @@ def one_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 
 
 def two_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
-    """Two steps: each rank adds up its part of all ranks' rows, and then sends the sums to all. Ops that need only
-    one of the two take one step, as :func:`one_shot`."""
+    """Two steps: each rank adds up its part of all ranks' rows, and then sends the sums to all. Ops that need only one of
+    the two steps take one, as in :func:`one_shot`."""
     if problem.op != Op.GEMM_ALLREDUCE:
         return one_shot(problem, chunks, **how)
     p = Editor(problem, **how)
@@ -71,8 +72,8 @@ def two_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 def hierarchical(problem: Problem, ranks_per_host: int, chunks: int = 1, **how: Any) -> Plan:
     """Sums within each host first, so that only one rank's share of them crosses between hosts.
 
-    Ranks are numbered host by host. ``gemm_alltoall``, whose rows take no way round, sends messages within a host first.
-    With ``transport="peer"`` ranks of a host talk over peers, by copy engine, and hosts by NCCL.
+    Ranks are numbered host by host. ``gemm_alltoall`` sends its messages directly, those within a host first. With
+    ``transport="peer"`` ranks of a host communicate over peers, by copy engine, and hosts by NCCL.
 
     Args:
         ranks_per_host: a divisor of the number of ranks.
@@ -101,7 +102,7 @@ def _editor(name: str, problem: Problem, how: dict[str, Any]) -> Editor:
 
 
 def _once_round(p: Editor, share: Share, step_to: int, stream: int) -> None:
-    """A ring to the next rank (1) or the one before (-1): sums, then results, as far as the op has them."""
+    """A ring to the next rank (1) or the previous one (-1): sums, then results, if the op has them."""
     to = p.rank + step_to
     if p.problem.op != Op.ALLGATHER_GEMM:
         for step in range(1, p.world):
@@ -114,8 +115,7 @@ def _once_round(p: Editor, share: Share, step_to: int, stream: int) -> None:
 
 
 def _sum_of_all(p: Editor, terms: Sequence[Area], result: Area) -> None:
-    """All ranks' ``terms[rank]`` to that rank's result, added in the ranks' order, so that sums are alike wherever they are
-    made."""
+    """Adds all ranks' ``terms[rank]`` to that rank's result, in the ranks' order, so that all ranks make equal sums."""
     height = max(area.at(0).rows for area in terms)
     slots = [p.scratch(height) for _ in range(p.world - 1)]  # of the ranks after this one
     for distance in range(1, p.world):
@@ -133,7 +133,7 @@ def _sum_of_all(p: Editor, terms: Sequence[Area], result: Area) -> None:
 
 
 def _to_all(p: Editor, share: Share) -> None:
-    """Everyone's rows to all that need them, those of the next rank first."""
+    """Sends every rank's rows to all ranks that need them, to the next rank first."""
     for distance in range(1, p.world):
         to = p.rank + distance
         if p.problem.op == Op.GEMM_ALLTOALL:
@@ -159,7 +159,7 @@ def _by_hosts(p: Editor, size: int, share: Share) -> None:
             p.push(p.part(p.rank, share), to=to, by=far)
         for to in within:
             for host in range(hosts):
-                # The own rows need not wait for those of other hosts.
+                # A rank's own rows need not wait for other hosts' rows.
                 p.push(p.part((p.rank + host * size), share), to=to, by=near)
     elif op == Op.GEMM_REDUCESCATTER:
         for host in range(1, hosts + 1):
@@ -179,7 +179,7 @@ def _by_hosts(p: Editor, size: int, share: Share) -> None:
 
 
 def _all_across(p: Editor, size: int, hosts: int) -> list:
-    """Ranks of other hosts, each at another distance from every rank."""
+    """Ranks of other hosts, each at a different distance from every rank."""
     return [
         (p.rank // size + host) % hosts * size + (p.rank + distance) % size
         for host in range(1, hosts)
@@ -188,8 +188,8 @@ def _all_across(p: Editor, size: int, hosts: int) -> list:
 
 
 def _sum_across(p: Editor, own: Area, size: int, hosts: int, by: str) -> None:
-    """The sum of what the ranks of one place in all hosts have in ``own``: each part of it is added up in one host, in the
-    hosts' order of arrival, and sent to the others."""
+    """Sums the ``own`` of the ranks with one place in all hosts: one host adds up each part, in the hosts' order of
+    arrival, and sends it to the others."""
     host = p.rank // size
     for distance in range(1, hosts):
         to = p.rank + distance * size

@@ -9,7 +9,7 @@ from overlap_torch.plan._areas import covers, overlap
 
 
 class Transfers:
-    """Transfers in the order in which they are written; each has its place as a number."""
+    """Transfers in the order in which they are written; a transfer's number is its place."""
 
     def __init__(self) -> None:
         self.all: list[Transfer] = []
@@ -17,7 +17,7 @@ class Transfers:
         self._read: dict[tuple[int, Memory], list[int]] = {}
 
     def add(self, made: Sequence[Transfer]) -> range:
-        """Their numbers."""
+        """Adds transfers; returns their numbers."""
         first = len(self.all)
         for number, one in enumerate(made, first):
             self.all.append(one)
@@ -26,15 +26,15 @@ class Transfers:
         return range(first, len(self.all))
 
     def writing(self, region: Region, before: int) -> Iterator[int]:
-        """The transfers before number ``before`` that write to some of the region, the last one first."""
+        """The transfers before number ``before`` that write into the region, the last one first."""
         return self._touching(self._written, region, before)
 
     def reading(self, region: Region, before: int) -> Iterator[int]:
-        """The transfers that read some of it; else as :meth:`writing`."""
+        """The transfers that read in the region; otherwise as :meth:`writing`."""
         return self._touching(self._read, region, before)
 
     def data_needs(self, read: Region, written: Region) -> list[int]:
-        """The transfers that write what is read, and those that read or write what is written."""
+        """The transfers that write the data read here, and those that read or write the data written here."""
         before = len(self.all)
         found = {*self._last_writers(read), *self._last_writers(written)}
         return sorted(found | {*self.reading(written, before)})

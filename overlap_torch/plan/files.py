@@ -25,8 +25,8 @@ __all__ = [
     "to_json",
 ]
 
-# The version of the fields (csrc/plan/plan_fields.h), as releases have them: a release whose fields are others has another version. A
-# plan's program has a version of its own, and is left out where there is none.
+# The version of the fields (csrc/plan/plan_fields.h): a release with other fields has another version. A plan's program
+# has its own version, and is left out if there is none.
 _VERSION = 1
 _PROGRAM_VERSION = 1
 
@@ -42,7 +42,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def from_dict(data: dict[str, Any]) -> Plan:
-    """The plan that :func:`to_dict` took apart. ValueError for a missing, unknown or bad field."""
+    """The plan that :func:`to_dict` made a dict of. Raises ValueError for a missing, unknown or bad field."""
     if not isinstance(data, dict):
         raise ValueError(f"a plan is a dict with the fields that to_dict writes, not {data!r}")
     data = _without_version("plan", data, _VERSION)
@@ -58,7 +58,7 @@ def from_dict(data: dict[str, Any]) -> Plan:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema (2020-12) of what :func:`to_dict` makes."""
+    """The JSON schema (2020-12) of the result of :func:`to_dict`."""
     made = _schema(Plan)
     for data, version in ((made, _VERSION), (made["properties"]["program"], _PROGRAM_VERSION)):
         data["properties"]["version"] = {"const": version}
@@ -73,7 +73,7 @@ def to_json(plan: Plan, *, indent: int | None = 2) -> str:
 
 
 def from_json(text: str) -> Plan:
-    """The plan that :func:`to_json` wrote. ValueError for text that is no JSON or no valid plan."""
+    """The plan that :func:`to_json` wrote. Raises ValueError for text that is no JSON or no valid plan."""
     return from_dict(json.loads(text))
 
 

@@ -1,4 +1,4 @@
-"""Programs: plans whose communication is written by hand, made by a template, or read from a file of MSCCL or MSCCL++."""
+"""Programs: plans with transfers that are written by hand, made by a template, or read from a file of MSCCL or MSCCL++."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def edit(
     comm_sms: int | None = None,
     max_ctas: int = 0,
 ) -> Editor:
-    """A plan whose communication is written by hand, transfer by transfer; one program for all ranks::
+    """Yields an editor, in which you write a plan's communication transfer by transfer; one program for all ranks::
 
         with edit(problem, tile=(128, 128)) as p:
             for share in p.chunks(4):
@@ -51,12 +51,12 @@ def edit(
         ring = p.plan()
 
     ``problem`` is for 2 to 8 ranks. ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` are as in
-    :func:`row_panels`; ``allgather_gemm`` and ``gemm_alltoall`` compute by ``library``. Over ``peer``, ``max_ctas`` are the
-    CTAs that move data, of all streams (0: 16), and ``comm_sms`` None leaves them as many SMs beside a kernel.
-    docs/plans.md tells more.
+    :func:`row_panels`; ``allgather_gemm`` and ``gemm_alltoall`` compute by ``library``. Over ``peer``, ``max_ctas`` is the
+    number of CTAs that move data, for all streams (0: 16). ``comm_sms`` None leaves them this number of SMs beside a
+    kernel. docs/plans.md tells more.
 
     Raises:
-        ValueError: what no plan of the problem can be; what the transfers cannot is found by ``p.plan()``.
+        ValueError: arguments with which the problem can have no plan. ``p.plan()`` finds faults of the transfers.
     """
     return Editor(
         problem, tile=tile, kernel=kernel, transport=transport, comm_sms=comm_sms, max_ctas=max_ctas

@@ -1,4 +1,4 @@
-"""Plans by template: in one step, in chunks of rows or of tiles, or at once over peers."""
+"""Templates of plans: the sequence, chunks of rows or of tiles, and one step over peers."""
 
 from __future__ import annotations
 
@@ -51,35 +51,32 @@ def row_panels(
     tile: tuple[int, int] | None = None,
     collective: Collective | str | None = None,
 ) -> Plan:
-    """An overlapped plan whose chunks are row panels of the plain output, already in order.
+    """An overlapped plan with chunks that are row panels of the plain output, so nothing is reordered.
 
     Args:
-        problem: what all ranks share: ``plan_for(...).problem``, or
-            ``Problem(m, n, k, torch.bfloat16, world_size)``.
-        chunks: a number of chunks of about equal height, or the chunks' heights in tile rows, top
-            to bottom; heights are multiples of the kernel's cluster (2 for the sm90 kernels) and
-            sum up to the tile grid's height, which is rounded up to a multiple of the cluster.
-            Where the rows are parts of the ranks (``gemm_reducescatter``, ``allgather_gemm``) the
-            heights are those of one part, and ``parts * height`` is the multiple.
+        problem: ``plan_for(...).problem``, or ``Problem(m, n, k, torch.bfloat16, world_size)``.
+        chunks: a number of chunks of about equal height, or the chunks' heights in tile rows, top to bottom. Heights are
+            multiples of the kernel's cluster (2 for the sm90 kernels) and sum up to the tile grid's height, which is
+            rounded up to a multiple of the cluster. If the rows are divided among the ranks (``gemm_reducescatter``,
+            ``allgather_gemm``), the heights are those of one part, and ``parts * height`` is the multiple.
         kernel: the GEMM; ``library`` takes every dtype, the others bfloat16 and float16.
         band_rows: tile rows of a band, at most; None: ``BAND_ROWS``, 16, or the lowest chunk's height.
         comm_sms: SMs that the GEMM leaves free.
         max_ctas: CTA limit of the communicator; 0: NCCL's own choice.
         window: stage chunks in an NCCL symmetric window.
         smem_pad_bytes: shared memory added to each GEMM block, in bytes; :func:`smem_pad_bytes` says how much.
-        finish_ctas: CTAs that put chunks in place behind their communication; 0: a default.
+        finish_ctas: CTAs that put chunks in place after their communication; 0: a default.
         lanes: chunks in flight at a time, 1 to 4; each takes ``max_ctas`` CTAs.
         low_priority: communication's streams have the lowest priority, not the highest.
-        transport: ``nccl`` or ``peer`` for CUDA tensors, ``gloo`` for those on CPU; None: ``gloo``
-            where torch finds no CUDA device, the kernel is ``library`` and no option above is set
-            that only GPUs have (comm_sms, max_ctas, window, smem_pad_bytes, finish_ctas,
-            low_priority), else ``nccl``. A plan for another machine, or for CPU tensors beside a GPU, names it. Over
-            ``peer`` chunks are cut from one rank's part of the rows, whatever the op.
+        transport: ``nccl`` or ``peer`` for CUDA tensors, ``gloo`` for those on CPU. None: ``gloo`` if torch finds no CUDA
+            device, the kernel is ``library`` and no option above is set that only GPUs have (comm_sms, max_ctas, window,
+            smem_pad_bytes, finish_ctas, low_priority); else ``nccl``. Name it for a plan for another machine, or for CPU
+            tensors beside a GPU. Over ``peer`` chunks are cut from one rank's part of the rows, for every op.
         tile: (tile_m, tile_n) in elements; only ``library`` takes other tiles than its own.
-        collective: None: the op's own, or over ``peer`` ``ring`` for reductions, which has one chunk. ``stripes``, for
+        collective: None: the op's own; over ``peer``, reductions take ``ring``, which has one chunk. ``stripes`` is for
             reductions over ``peer`` by ``library``, in any number of chunks: a launch for each rank's rows of a chunk
-            stores them into that rank's memory, and the rank adds them up beside the next chunk. Over ``gloo`` messages
-            do the same.
+            stores them into that rank's memory, and the rank adds them up beside the next chunk. Over ``gloo`` messages do
+            the same.
 
     Raises:
         ValueError: a plan that could not run; the message says what is allowed.
@@ -126,9 +123,9 @@ def packed(
 
     Chunks may end after any tile, so they can follow the GEMM's waves. ``chunks`` is a number of
     chunks of about equal size, or the chunks' sizes in tiles, which sum up to the number of tiles.
-    ``band_rows`` None: ``BAND_ROWS``, or the tile grid's height where that is less. ``collective`` is
-    ``all_reduce`` or, between two ranks, ``exchange``: one all-gather, then a sum where the chunk
-    is put in place; that is of NCCL's alone. All else is as in :func:`row_panels`.
+    ``band_rows`` None: ``BAND_ROWS``, or the tile grid's height if that is less. ``collective`` is ``all_reduce`` or,
+    between two ranks, ``exchange``: one all-gather, then a sum when the chunk is put in place; only NCCL has it. All else
+    is as in :func:`row_panels`.
     """
     kernel, collective = enum_member(Kernel, kernel), enum_member(Collective, collective)
     resources = Resources(
@@ -154,17 +151,19 @@ def packed(
 def smem_pad_bytes(
     kernel: Kernel | str | int, ctas_per_sm: int, *, sm_bytes: int | None = None
 ) -> int:
-    """Shared memory to add to each block of a kernel, so that an SM has room for so many and not one more, in bytes.
+    """Shared memory to add to each block of a kernel, in bytes, so that an SM has room for ``ctas_per_sm`` blocks and no
+    more.
 
     Args:
-        kernel: ``sm80``, of which an SM holds two blocks without, where they have room and no SMs are left free
-            (``comm_sms``); or the bytes that a block of a kernel of yours has without, static and dynamic together. The
-            sm90 kernels fill an SM with one block in any case.
+        kernel: ``sm80``; without padding an SM holds two of its blocks, if they have room and no SMs are left free
+            (``comm_sms``). Or the bytes of a block of your kernel without padding, static and dynamic together. The sm90
+            kernels fill an SM with one block in any case.
         ctas_per_sm: 1 to 32.
-        sm_bytes: shared memory of an SM; None: of the current CUDA device.
+        sm_bytes: shared memory of an SM; None: the current CUDA device's.
 
     Raises:
-        ValueError: so many blocks have no room even without padding, or no number of bytes leaves room for just so many.
+        ValueError: ``ctas_per_sm`` blocks have no room even without padding, or no padding leaves room for exactly that
+            number.
     """
     if not isinstance(kernel, int):
         kernel = enum_member(Kernel, kernel)
@@ -212,10 +211,10 @@ def make_all_to_all(
 ) -> Plan:
     """An overlapped plan of ``gemm_alltoall``: rows are sent while the GEMM computes others.
 
-    ``problem.m`` is 0, as rows differ by rank; ``resources`` None: the defaults. ``kernel``, ``max_ctas``
-    and ``transport`` are as in :func:`row_panels`. Over peers ``Resources(one_launch=True)`` asks for one launch that
-    computes the peers' rows first, stores and announces them, and copies those that arrive; a rank with few rows has the
-    framework's GEMM all the same.
+    ``problem.m`` is 0, because rows differ by rank; ``resources`` None means the defaults. ``kernel``, ``max_ctas`` and
+    ``transport`` are as in :func:`row_panels`. Over peers ``Resources(one_launch=True)`` asks for one launch that computes
+    the peers' rows first, stores and announces them, and copies arriving rows. A rank with few rows uses the framework's
+    GEMM in any case.
 
     Raises:
         ValueError: a plan that could not run; the message says what is allowed.
@@ -228,7 +227,7 @@ def make_all_to_all(
 def _transport(
     transport: Transport | str | None, kernel: Kernel, resources: Resources, max_ctas: int
 ) -> Transport:
-    """The given transport, else that of the device that the plan is for, as far as one can tell."""
+    """The given transport, else the most likely transport for the plan's device."""
     if transport is not None:
         return enum_member(Transport, transport)
     import torch
@@ -252,7 +251,7 @@ def _tiles(size: int, tile: int, cluster: int = 1) -> int:
 
 
 def _split(total: int, parts: int, grain: int, unit: str) -> list[int]:
-    """``total`` in ``parts`` multiples of ``grain`` that differ by one grain at most."""
+    """Divides ``total`` into ``parts`` multiples of ``grain`` that differ by at most one grain."""
     grains = total // grain
     if not 1 <= parts <= grains:
         raise ValueError(

@@ -300,7 +300,7 @@ def test_kernels_misuse_is_refused(failures: Failures) -> None:
             "ValueError: tile_order gave 12 tiles for 4 x 3",
         ),
         ({"plan": other}, "ValueError: .*the plan is for another problem"),
-        ({"signals": False}, "ValueError: .*signals is False, allowed is that of all_reduce and"),
+        ({"signals": False}, "ValueError: .*signals is False, allowed is that for all_reduce and"),
     ):
         expect_said(said, small_job, **changes)
 

@@ -211,7 +211,7 @@ def test_doctor_tells_the_profile():
         "made      not known how or when",
         "measured  on A",
         "lacks     gemm.start_us, all of ways: as in the shipped profile 'h200'",
-        "WARNING: it is of A; times on B are guessed by it",
+        "WARNING: the profile is for A; it only guesses times on B",
     ]
 
 

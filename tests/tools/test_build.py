@@ -307,6 +307,13 @@ def test_doctor_turns_all_paths_on_for_two_linked_hoppers():
     assert all(on for on, _ in paths.values()), paths
 
 
+def test_doctor_has_peer_memory_on_without_hopper():
+    """Gathers by copy engines, direct plans and stripes need no kernel of Hopper's."""
+    on, detail = paths_of(**AMPERES)["Peer memory"]
+    assert on
+    assert "only Hopper's GEMM" in detail
+
+
 @pytest.mark.parametrize(
     ("findings", "path", "reason"),
     [
@@ -320,7 +327,7 @@ def test_doctor_turns_all_paths_on_for_two_linked_hoppers():
         (AMPERES | {"gpus": (AMPERE,)}, "CUDA, overlapped", "one GPU"),
         (AMPERES | {"nccl": (2, 26, 2)}, "NCCL symmetric windows", "2.26.2"),
         (AMPERES | {"peers": {(0, 1): True, (1, 0): False}}, "NCCL symmetric windows", "reaches"),
-        (AMPERES, "Peer memory", "Hopper"),
+        (AMPERES | {"gpus": (TURING, TURING)}, "Peer memory", "no GEMM kernel"),
         (HOPPERS | {"gpus": (HOPPER,) * 9}, "Peer memory", "9 GPUs"),
         (HOPPERS | {"peers": {(0, 1): True, (1, 0): False}}, "Peer memory", "reaches"),
         (

@@ -107,7 +107,7 @@ def test_explain_says_why_the_sequence_is_the_planners_choice() -> None:
     share, margin = _plan.needed_gain(best, machine)
     assert (share, margin) == (0.95, 12.0)
     assert us >= share * told.sequence_us - margin
-    assert told.why.startswith(f"of {len(told.others) + 1} candidates the sequence: ")
+    assert told.why.startswith(f"the sequence, out of {len(told.others) + 1} candidates: ")
     assert f"is expected to take {us:.1f} us" in told.why
     assert told.why.endswith(f"less than {share * told.sequence_us - margin:.1f}")
     alone = make_sequential(big(world_size=1), machine).explain(machine)

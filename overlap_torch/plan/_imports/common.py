@@ -1,8 +1,9 @@
 """Files of other compilers as plans: what MSCCL's XML and MSCCL++'s JSON have in common.
 
-Each operation of a file is a node. Nodes are ordered as the file's runtime orders them: within a thread block, by dependencies and
-semaphores, from a send to its receive, from a signal to its wait. Operations become transfers in one order that keeps to this; a
-transfer then needs whatever its data ask for. Operations that touch the same data without an order between them are refused.
+Each operation of a file is a node. Nodes have the order of the file's runtime: within a thread block, by dependencies and
+semaphores, from a send to its receive, from a signal to its wait. Operations become transfers in one order that keeps these
+orders. A transfer then needs the transfers that its data require. Operations that touch the same data without an order
+between them are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Span:
-    """Units of a buffer of a rank: ``i``, ``o``, ``s``, or ``t``, which passes through a rank without a place in the file."""
+    """Units of a rank's buffer: ``i``, ``o``, ``s``, or ``t`` for data that passes through a rank without a place in the
+    file."""
 
     rank: int
     buffer: str
@@ -51,7 +53,8 @@ class Span:
 
 @dataclass
 class Move:
-    """A copy or an addition. With a ``message`` it is one half of it: a source that is sent, or a destination that receives."""
+    """A copy or an addition. With a ``message`` it is one half of the message: a source that sends, or a destination that
+    receives."""
 
     source: Span | None
     destination: Span | None
@@ -61,7 +64,7 @@ class Move:
 
 @dataclass
 class Node:
-    """One operation: its moves in order, its place in the file, and the nodes that it comes after."""
+    """One operation: its moves in order, its place in the file, and the nodes that must come before it."""
 
     place: str
     rank: int
@@ -90,7 +93,7 @@ class File:
         """``units``: of the longer of input and output, ``scratch``: of scratch memory, on each rank.
 
         Raises:
-            ValueError: the problem is not one for the file's collective and number of ranks.
+            ValueError: the problem has another collective or number of ranks than the file.
         """
         op = _COLLECTIVES.get(collective.replace("_", "").lower())
         if op is None:
@@ -124,7 +127,7 @@ class File:
         )
 
     def span(self, place: str, rank: int, buffer: str, first: int, count: int) -> Span:
-        """Units of a buffer under the one name that they have."""
+        """Units of a buffer under their common name."""
         if buffer not in ("i", "o", "s"):
             raise self.refuse(place, f"buffer is {buffer!r}, allowed are i, o and s")
         if not 0 <= rank < self.world:
@@ -165,7 +168,7 @@ class File:
         return len(self.nodes) - 1
 
     def plan(self, chunks: int, how: dict[str, Any]) -> Plan:
-        """The plan: each of ``chunks`` runs of rows goes through the file; ``how`` as of ``plan.programs.edit``."""
+        """The plan: each of ``chunks`` runs of rows goes through the file; ``how`` as in ``plan.programs.edit``."""
         if chunks < 1:
             raise ValueError(f"{chunks} chunks, allowed is 1 or more")
         order = self._order()
@@ -185,7 +188,7 @@ class File:
         return p.plan()
 
     def _order(self) -> list[int]:
-        """Receives soon after their sends, so that few messages wait in memory of their own."""
+        """Puts receives soon after their sends, so that few messages wait in their own memory."""
         after: list[list[int]] = [[] for _ in self.nodes]
         left = [len(node.before) for node in self.nodes]
         for number, node in enumerate(self.nodes):
@@ -210,7 +213,7 @@ class File:
         return order
 
     def _check_races(self, order: list[int]) -> None:
-        """Two operations on the same data, one of which writes, have an order."""
+        """Checks that two operations on the same data, at least one of them a write, have an order."""
         seen = [0] * len(self.nodes)  # those before each, as bits
         touched: dict[tuple[int, str], list[tuple[Span, bool, int]]] = defaultdict(list)
         for number in order:
@@ -242,8 +245,8 @@ class File:
 class _Writer:
     """Writes nodes' moves into the program, one after the other, for one run of each part's rows.
 
-    A message's transfer is made when it is received. Where its source is written again before that, it is made at once,
-    into memory of its own, and put in its place when it is received.
+    A message's transfer is made when the message is received. If its source is written again before that, the transfer is
+    made at once, into the message's own memory, and the data is put in place when the message is received.
     """
 
     def __init__(self, file: File, p: Editor, run: int, runs: int) -> None:
@@ -261,7 +264,7 @@ class _Writer:
         for buffer in "st":
             if file.sizes[buffer] > 0 and file.op != Op.GEMM_ALLTOALL:
                 self.memory[buffer] = p.scratch(file.sizes[buffer] * self.height)
-        self.heights: dict[tuple[int, str, int], int] = {}  # rows of what lies in scratch units
+        self.heights: dict[tuple[int, str, int], int] = {}  # rows of the data in scratch units
         self.sent: dict[int, tuple[Span, int]] = {}  # source and stream
         self.staged: dict[int, tuple[Area, list[int]]] = {}  # and each unit's rows
         halves = [(move, node.rank) for node in file.nodes if node.receives for move in node.moves]
@@ -270,7 +273,7 @@ class _Writer:
         }
 
     def write(self, node: Node) -> None:
-        stream = (node.stream + self.run) % _STREAMS  # runs of rows go on beside each other
+        stream = (node.stream + self.run) % _STREAMS  # runs of rows proceed independently
         for move in node.moves:
             source, into = move.source, move.destination
             if into is None:
@@ -294,7 +297,7 @@ class _Writer:
                     )  # fmt: skip
 
     def _before_writing(self, span: Span, but: int | None) -> None:
-        """Messages that leave from there leave first."""
+        """Makes the transfers of messages whose source is about to be written."""
         for message, (source, stream) in list(self.sent.items()):
             if message == but or not source.overlaps(span):
                 continue
@@ -317,7 +320,7 @@ class _Writer:
             written = self.memory[into.buffer].rows(*to_rows)
             how: dict[str, Any] = {"reduce": reduces, "stream": stream}
             if source.rank == into.rank:
-                if self.file.op != Op.GEMM_ALLTOALL:  # whose own rows are computed in their place
+                if self.file.op != Op.GEMM_ALLTOALL:  # own rows are computed in their place
                     self.p.copy(read, written, rank=into.rank, **how)
             elif rank == into.rank:
                 self.p.pull(read, of=source.rank, into=written, rank=rank, **how)
@@ -325,7 +328,7 @@ class _Writer:
                 self.p.push(read, to=into.rank, into=written, rank=source.rank, **how)
 
     def _unit(self, buffer: str, number: int) -> tuple[int, int]:
-        """First row and rows of a unit; in scratch memory, of as many as it has room for."""
+        """First row and number of rows of a unit; in scratch memory, the number for which it has room."""
         if buffer in "st":
             return number * self.height, self.height
         part, unit = divmod(number, self.file.each)
@@ -333,7 +336,7 @@ class _Writer:
         return part * self.part + begin, min(self.height, self.end - begin)
 
     def _rows(self, span: Span) -> list[tuple[int, int]]:
-        """Each unit's first row, and how many rows lie there."""
+        """Each unit's first row, and its number of rows."""
         found = []
         for unit in span.units:
             begin, rows = self._unit(span.buffer, unit)

@@ -16,13 +16,14 @@ _TYPES = ("s", "r", "rcs", "rrs", "rrc", "rrcs", "cpy", "re", "nop")
 def from_msccl(path: str | Path, problem: Problem, *, chunks: int = 1, **how: Any) -> Plan:
     """The plan that runs the algorithm of an MSCCL XML file for the problem.
 
-    The file's order of steps, dependencies and chunks hold; its protocol, channels and range of sizes are ignored.
+    The plan keeps the file's order of steps, dependencies and chunks. It ignores the protocol, channels and range of sizes.
 
     Args:
-        path: an ``<algo>`` of allreduce, allgather, reduce_scatter or alltoall for as many ranks as the problem has, 2 to 8.
-        problem: of the op that has this collective. A chunk of the file is a run of rows.
-        chunks: into how many runs the rows are cut, each of which goes through the whole file as soon as it is computed.
-        how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as of ``plan.programs.edit``.
+        path: an ``<algo>`` of allreduce, allgather, reduce_scatter or alltoall for the problem's number of ranks, 2 to 8.
+        problem: a problem of the op with this collective. A chunk of the file is a run of rows.
+        chunks: the number of runs into which the rows are divided; each goes through the whole file as soon as it is
+            computed.
+        how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as in ``plan.programs.edit``.
 
     Raises:
         ValueError: an unsupported or wrong operation, with its place in the file; or a plan that cannot run.
@@ -67,7 +68,7 @@ def _number(
 
 
 class _Steps:
-    """The n-th send of a rank to a peer on a channel is the peer's n-th receive of it there."""
+    """The steps of all thread blocks. A rank's n-th send to a peer on a channel matches the peer's n-th receive on it."""
 
     def __init__(self, file: File) -> None:
         self.file = file
@@ -175,5 +176,5 @@ class _Steps:
                 )
                 raise self.file.refuse(
                     nodes[longer[min(len(sends), len(receives))][0]],
-                    f"rank {rank} {verb} nothing for it on channel {key[2]}: it would wait for ever",
+                    f"rank {rank} {verb} nothing for it on channel {key[2]}: the wait would never end",
                 )

@@ -26,16 +26,17 @@ _ORDERS = (
 def from_mscclpp(path: str | Path, problem: Problem, *, chunks: int = 1, **how: Any) -> Plan:
     """The plan that runs an MSCCL++ execution plan, a JSON file, for the problem.
 
-    The file's operations hold, and so does their order: thread blocks, signals, semaphores,
-    barriers, and packets of protocol LL, which are read once they have been written. Matters of its own runtime are ignored: threads, alignment, sizes, double scratch
-    buffers, flags of packets, and whether a proxy thread moves the data.
+    The plan keeps the file's operations and their order, given by thread blocks, signals, semaphores, barriers, and packets
+    of protocol LL, which are read after they were written. It ignores details of MSCCL++'s runtime: threads, alignment,
+    sizes, double scratch buffers, flags of packets, and whether a proxy thread moves the data.
 
     Args:
-        path: an allreduce, allgather, reducescatter or alltoall of the protocol Simple or LL for as many ranks as the problem has.
-            Switches and pipelines are refused by name.
-        problem: of the op that has this collective. A chunk of the file is a run of rows.
-        chunks: into how many runs the rows are cut, each of which goes through the whole file as soon as it is computed.
-        how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as of ``plan.programs.edit``.
+        path: an allreduce, allgather, reducescatter or alltoall of the protocol Simple or LL for the problem's number of
+            ranks. Errors name switches and pipelines, which are not supported.
+        problem: a problem of the op with this collective. A chunk of the file is a run of rows.
+        chunks: the number of runs into which the rows are divided; each goes through the whole file as soon as it is
+            computed.
+        how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as in ``plan.programs.edit``.
 
     Raises:
         ValueError: an unsupported or wrong operation, with its place in the file; or a plan that cannot run.
@@ -84,12 +85,12 @@ def _read(name: str, data: dict[str, Any], problem: Problem) -> File:
 
 
 class _Operations:
-    """Operations of all thread blocks, and what orders those of different ones."""
+    """Operations of all thread blocks, and the order between those of different blocks."""
 
     def __init__(self, file: File, slices: int) -> None:
         self.file = file
         self.slices = slices
-        # By what is counted: (block, node) of those that count, (block, node, how many) of those that wait.
+        # By the counted thing: (block, node) of each operation that counts, (block, node, number) of each that waits.
         self.counts: dict[tuple, list[tuple[int, int]]] = defaultdict(list)
         self.waits: dict[tuple, list[tuple[int, int, int]]] = defaultdict(list)
         self.initial: dict[tuple, int] = {}  # of semaphores
@@ -126,7 +127,7 @@ class _Operations:
             if number > len(counts) or spare < 0:
                 raise self.file.refuse(
                     nodes[node],
-                    f"waits for signal {number}, and {len(counts)} are given for {len(waits)} waits: it would wait for ever",
+                    f"waits for signal {number}, and {len(counts)} are given for {len(waits)} waits: the wait would never end",
                 )
             if number > 0 and len(blocks) > 1 and number < len(counts):
                 raise self.file.refuse(
@@ -137,7 +138,7 @@ class _Operations:
             nodes[node].before += [one for _, one in counts[: max(number, 0)]]
 
     def _match_barrier(self, rank: int, number: int, arrivals: list[tuple[int, int, int]]) -> None:
-        """The n-th arrivals of all its blocks are one meeting: what follows comes after all that went before."""
+        """The n-th arrivals of all its blocks are one meeting: later operations come after all earlier ones."""
         nodes = self.file.nodes
         by_block: dict[int, list[int]] = defaultdict(list)
         for block, node, _ in arrivals:
@@ -148,7 +149,7 @@ class _Operations:
             raise self.file.refuse(
                 nodes[arrivals[0][1]],
                 f"barrier {number} of rank {rank} is for {expected} thread blocks, and {len(by_block)} come to it, "
-                f"{'as often' if len(lengths) == 1 else 'not as often'}: they would wait for ever",
+                f"{'as often' if len(lengths) == 1 else 'not as often'}: they would wait without end",
             )
         for together in zip(*by_block.values(), strict=True):
             arrived = [one for node in together for one in nodes[node].before]
@@ -156,7 +157,7 @@ class _Operations:
                 nodes[node].before = list(arrived)
 
     def _match_packets(self) -> None:
-        """Packets are read after they have been written, whoever writes them."""
+        """Orders reads of packets after their writes, by any writer."""
         writers: dict[tuple[int, int], list[int]] = defaultdict(list)
         for node, _, written in self.packets:
             for span in written:
@@ -169,7 +170,7 @@ class _Operations:
                     if not found:
                         raise self.file.refuse(
                             self.file.nodes[node],
-                            f"reads packets of chunk {unit} of buffer s, which nobody writes: it would wait for ever",
+                            f"reads packets of chunk {unit} of buffer s, which nobody writes: the wait would never end",
                         )
                     self.file.nodes[node].before += found
 
@@ -213,7 +214,7 @@ class _Block:
             self._order(place, op, node)
             before = [node]
 
-    # --- what an operation moves ------------------------------------------------------------------------------------
+    # --- the moves of an operation ----------------------------------------------------------------------------------
 
     def _moves(self, place: str, op: dict[str, Any]) -> list[Move]:
         name = op["name"]
@@ -289,7 +290,7 @@ class _Block:
             )
         return items[index]
 
-    # --- what it waits for ------------------------------------------------------------------------------------------
+    # --- its waits --------------------------------------------------------------------------------------------------
 
     def _order(self, place: str, op: dict[str, Any], node: int) -> None:
         name = op["name"]
