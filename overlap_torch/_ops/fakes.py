@@ -66,13 +66,11 @@ def check_device(op: str, input: torch.Tensor, name: str, operand: torch.Tensor)
 
 
 def check_invariance(op: str, invariance: str | None) -> None:
-    torch._check_value(
-        invariance in (None, "none", "batch"),
-        lambda: (
+    if invariance not in (None, "none", "batch"):
+        raise ValueError(
             f"{op}: invariance is {invariance!r}; allowed are None, which leaves it to OVERLAP_INVARIANCE, "
             "'none' and 'batch'"
-        ),
-    )
+        )
 
 
 def check_divisible(op: str, input: torch.Tensor, dim: int, world: int) -> None:

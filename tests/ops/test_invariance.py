@@ -152,7 +152,7 @@ def test_batch_invariant_plans_have_the_same_bits(
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"), (4, "nccl"))
 def test_batch_invariant_norms_have_the_same_bits(failures: Failures) -> None:
-    """Of a few rows and of many, where other kernels add them up."""
+    """A few rows and many have other kernels that add them up."""
     n, device = 1024, rank_device()
     input, weight = operands(torch.bfloat16, n, 520)
     residual, gain, bias = draw(7, ROWS, n), draw(8, n), draw(9, n)
