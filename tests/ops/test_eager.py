@@ -40,13 +40,13 @@ every_function = pytest.mark.parametrize("op", list(FUNCTIONS))
 
 
 def function_of(op: str) -> Callable[..., Any]:
-    """The function of the op's arguments and the group's name; the keyword between them, if there
-    is one, is the default.
+    """The function of the op's arguments and the group's name; the keywords between them, if there
+    are any, have their defaults.
     """
     function = getattr(_eager, op.replace(".", "_"))
-    if not getattr(FUNCTIONS[op], "takes_dim", False):
-        return function
-    return lambda *arguments: function(*arguments[:-1], 0, arguments[-1])
+    between = [0] if getattr(FUNCTIONS[op], "takes_dim", False) else []
+    between += [None] * len(places_of(op, "invariance"))
+    return lambda *arguments: function(*arguments[:-1], *between, arguments[-1])
 
 
 def arguments_of(op: str, case: Case | scaled.Case, seed: int = 0) -> list[Any]:
