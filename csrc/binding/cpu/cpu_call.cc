@@ -104,6 +104,14 @@ class CpuCall {
 
 // True: the call is left to the composition, and is counted as such.
 bool takes_composition(const OpCall& call) {
+  if (call.problem.invariance != plan::Invariance::kNone) {
+    call.group->count_unplanned(
+        call.problem, at::kCPU,
+        "no plan on CPU is batch-invariant: blocks of 128 rows, whose terms "
+        "are gathered and added in rank order");
+    if (call.group->runs_plans(at::kCPU)) call.group->announce(call.description(), 0);
+    return true;
+  }
   if (call.group->runs_plans(at::kCPU)) return false;
   call.group->count_unplanned(call.problem, at::kCPU,
                               "the group's backend for CPU tensors is " +
@@ -115,14 +123,6 @@ bool takes_composition(const OpCall& call) {
 }  // namespace
 
 at::Tensor gemm_reduction_cpu(const OpCall& call) {
-  if (call.problem.invariance != plan::Invariance::kNone) {
-    call.group->count_unplanned(
-        call.problem, at::kCPU,
-        "no plan on CPU is batch-invariant: blocks of 128 rows, whose terms "
-        "are gathered and added in rank order");
-    if (call.group->runs_plans(at::kCPU)) call.group->announce(call.description(), 0);
-    return invariant_composition(call);
-  }
   if (!takes_composition(call)) return CpuCall(call).reduce();
   return call.problem.traits().all_reduces() ? gemm_allreduce_composition(call)
                                              : gemm_reducescatter_composition(call);
