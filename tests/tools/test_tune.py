@@ -709,7 +709,7 @@ def test_tune_command_records_what_a_program_calls(tmp_path, monkeypatch):
     command = ["--record", str(file), str(script), "file", str(tmp_path / "store")]
     assert _tune_command.main(command) == 0
     assert dist.destroy_process_group is destroy
-    sizes = {"n": 8, "k": 16, "dtype": "float32", "world_size": 1}
+    sizes = {"n": 8, "k": 16, "dtype": "float32", "world_size": 1, "invariance": "none"}
     scaled = {"recipe": "row_wise", "output_dtype": "float16", "fast_accum": True}
     recorded = json.loads(file.read_text())
     assert recorded["problems"] == [
