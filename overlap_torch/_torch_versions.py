@@ -1,8 +1,4 @@
-"""The differences between PyTorch 2.11 and 2.15; csrc/cpu/torch_version.h is the C++ half.
-
-torch.autograd.Function: `apply` of its own base takes one of torch.func's levels. In 2.11 code can call that `apply`
-instead of the class's own. In 2.15 one C++ function serves both, and depends on the base of the class.
-"""
+"""The differences between PyTorch 2.11 and 2.15; csrc/cpu/torch_version.h is the C++ half."""
 
 from __future__ import annotations
 
@@ -10,15 +6,6 @@ import importlib
 from types import ModuleType
 
 import torch
-from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
-from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
-
-__all__ = [
-    "SingleLevelFunction",
-    "context_parallel_module",
-    "enable_single_level_autograd_function",
-    "unwrap_dead_wrappers",
-]
 
 
 def context_parallel_module() -> ModuleType:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from overlap_torch._layers.sharding import pad_end, shard_range
+from overlap_torch._layers.sharding import SumGradient, pad_end, shard_range
 from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
 from overlap_torch._ops.gradients import (
     Gradient,
-    Gradients,
-    ProductGradients,
     TransformedFunction,
     recorded,
     rows,
@@ -170,19 +169,20 @@ class _Column(TransformedFunction):
     def setup_context(ctx, inputs, output) -> None:
         input, weight, _, group, padding = inputs
         needs_input, needs_weight, *_ = ctx.needs_input_grad
-        ctx.product = _ColumnProduct(group, padding)
+        ctx.group, ctx.padding = group, padding
         ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[Gradient, ...]:
         input, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
-        gradients = ProductGradients.apply_in_backward(
-            ctx.product,
-            needs_bias,
+        gradients = _gradients(
             grad,
             input if needs_weight else None,
             weight if needs_input else None,
+            needs_bias,
+            ctx.group,
+            ctx.padding,
         )
         return *gradients, None, None
 
@@ -229,12 +229,13 @@ class _Columns(TransformedFunction):
                 weight = weights[used[0]]
                 if len(used) > 1:
                     weight = torch.cat([weights[i] for i in used])
-            grad_input, grad_weight, grad_bias = ProductGradients.apply_in_backward(
-                _ColumnProduct(ctx.group, sum(ctx.paddings[i] for i in used)),
-                any(needs_biases[i] for i in used),
+            grad_input, grad_weight, grad_bias = _gradients(
                 side_by_side([grads[i] for i in used]),
                 input if any(needs_weights[i] for i in used) else None,
                 weight,
+                any(needs_biases[i] for i in used),
+                ctx.group,
+                sum(ctx.paddings[i] for i in used),
             )
             begin = 0
             for i in used:
@@ -247,35 +248,25 @@ class _Columns(TransformedFunction):
         return None, None, grad_input, *grad_weights, *grad_biases
 
 
-class _ColumnProduct:
-    """`functional.linear` for its gradients: the input is replicated, all other operands are this rank's own."""
-
-    def __init__(self, group: str, padding: int) -> None:
-        self.group, self.padding = group, padding
-
-    def __call__(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return _Column.apply(input, weight, bias, self.group, self.padding)
-
-    def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
-        return grad.shape[:-1]
-
-    def gradients(
-        self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
-    ) -> Gradients:
-        grad_input = None
-        if weight is not None:
-            grad_input = gemm_allreduce(
-                pad_end(grad, -1, self.padding),
-                pad_end(weight.t(), -1, self.padding),
-                group=self.group,
-            )
-        return (
-            grad_input,
-            None if input is None else weight_gradient(grad, input),
-            rows(grad).sum(0) if with_bias else None,
-        )
+def _gradients(
+    grad: torch.Tensor,
+    input: Gradient,
+    weight: Gradient,
+    with_bias: bool,
+    group: str,
+    padding: int,
+) -> tuple[Gradient, Gradient, Gradient]:
+    """The gradients of a replicated input, of a weight and of a bias: the first if the weight is given, the second if the
+    input is. They can be differentiated where gradients are recorded."""
+    grad_input = grad_weight = None
+    if weight is not None:
+        whole = pad_end(weight.t(), -1, padding)
+        grad_input = gemm_allreduce(pad_end(grad, -1, padding), whole, group=group)
+    if input is not None:
+        # The derivative of this rank's gradient by the replicated input is a part of a sum.
+        records = torch.is_grad_enabled() and not is_dynamo_compiling()
+        grad_weight = weight_gradient(grad, SumGradient.apply(input, group) if records else input)
+    return grad_input, grad_weight, rows(grad).sum(0) if with_bias else None
 
 
 def _may_need_gradient(input: torch.Tensor) -> bool:

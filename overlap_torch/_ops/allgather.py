@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import overload
 
 import torch
@@ -15,21 +14,19 @@ from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
     library,
     scaled,
 )
-from overlap_torch._ops.allgather_gradients import (
-    AllGatherGemm,
-    Biases,
-    Call,
-    one_for_each,
-    record_weights,
-    run_kernel,
-)
-from overlap_torch._ops.gradients import autograd_kernels, below_autograd, recorded, register_vmap
+from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group, world_size
+
+Biases = Sequence[torch.Tensor | None]
 
 _op = torch.ops.overlap.allgather_gemm.default
 _op_weights = torch.ops.overlap.allgather_gemm.weights
 _op_scaled = torch.ops.overlap.allgather_gemm.scaled
 _op_scaled_weights = torch.ops.overlap.allgather_gemm.scaled_weights
+_short = eager.short_path(_op)
+_short_weights = eager.short_path(_op_weights)
+_short_scaled = eager.short_path(_op_scaled)
+_short_scaled_weights = eager.short_path(_op_scaled_weights)
 
 
 @torch.library.register_fake("overlap::allgather_gemm.weights")
@@ -63,44 +60,6 @@ def _fake(
     return output, gathered
 
 
-# Lists of biases may hold None; torch.library.register_autograd would lose its place.
-def _autograd_weights(
-    keyset, input, weights, biases, *, dim: int = 0, group: str
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    redispatch = partial(_op_weights.redispatch, dim=dim, group=group)
-    run = partial(below_autograd, redispatch, keyset)
-    biases = one_for_each(weights, biases)
-    return run_kernel(Call(group, dim, run, biases), input, weights, biases)
-
-
-def _autograd(
-    keyset, input, weight, bias=None, *, dim: int = 0, group: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    redispatch = partial(_op.redispatch, dim=dim, group=group)
-
-    def run(input, weights, biases):
-        output, gathered = below_autograd(redispatch, keyset, input, weights[0], biases[0])
-        return [output], gathered
-
-    (output,), gathered = run_kernel(Call(group, dim, run, [bias]), input, [weight], [bias])
-    return output, gathered
-
-
-def _record(
-    group: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `record_weights`, for one weight."""
-
-    def run(input, weights, biases):
-        output, gathered = eager.allgather_gemm(input, weights[0], biases[0], dim, group)
-        return [output], gathered
-
-    given = () if bias is None else (bias,)
-    return recorded(AllGatherGemm.apply(Call(group, dim, run, [bias]), input, weight, *given))
-
-
-autograd_kernels.impl("allgather_gemm", _autograd, "Autograd", with_keyset=True)
-autograd_kernels.impl("allgather_gemm.weights", _autograd_weights, "Autograd", with_keyset=True)
 register_vmap(_op)
 register_vmap(_op_weights)
 
@@ -235,10 +194,8 @@ def allgather_gemm(
                 "give a sequence of weights with a sequence of biases"
             )
         if unscaled:
-            return eager.call(
-                eager.allgather_gemm, _op, group, input, weight, bias, record=_record, dim=dim
-            )
-        op, short = _op_scaled, eager.allgather_gemm_scaled
+            return eager.call(_short, _op, group, input, weight, bias, dim=dim)
+        op, short = _op_scaled, _short_scaled
     else:
         weight = list(weight)
         if isinstance(bias, torch.Tensor):
@@ -250,11 +207,10 @@ def allgather_gemm(
         if unscaled:
             operands = (input, weight, bias)
             return eager.call(
-                eager.allgather_gemm_weights,
+                _short_weights,
                 _op_weights,
                 group,
                 *operands,
-                record=record_weights,
                 dim=dim,
             )
         if isinstance(scale_weight, torch.Tensor):
@@ -264,7 +220,7 @@ def allgather_gemm(
             )
         scale_weight = None if scale_weight is None else list(scale_weight)
         scales = (scale_input, scale_weight, recipe_input, recipe_weight)
-        op, short = _op_scaled_weights, eager.allgather_gemm_scaled_weights
+        op, short = _op_scaled_weights, _short_scaled_weights
     return scaled.call(
         short,
         op,

@@ -11,20 +11,13 @@ from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
     library,
     scaled,
 )
-from overlap_torch._ops.gradients import (
-    Gradient,
-    Gradients,
-    OpProduct,
-    autograd_kernels,
-    register_vmap,
-    rows,
-    run_product,
-    weight_gradient,
-)
+from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group
 
 _op = torch.ops.overlap.gemm_allreduce.default
 _op_scaled = torch.ops.overlap.gemm_allreduce.scaled
+_short = eager.short_path(_op)
+_short_scaled = eager.short_path(_op_scaled)
 
 
 @torch.library.register_fake("overlap::gemm_allreduce")
@@ -41,32 +34,6 @@ def _fake(
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
-class _Product(OpProduct):
-    """The op as its gradients see it: its output and the output's gradient are replicated."""
-
-    op, short_op = _op, staticmethod(eager.gemm_allreduce)
-
-    def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
-        return grad.shape[:-1]
-
-    # Each rank's gradients follow from its own operands, without any communication (as in Megatron's row-parallel
-    # layer, arXiv 1909.08053).
-    def gradients(
-        self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
-    ) -> Gradients:
-        return (
-            None if weight is None else grad @ weight,
-            None if input is None else weight_gradient(grad, input),
-            rows(grad).sum(0) if with_bias else None,
-        )
-
-
-def _autograd(keyset, input, weight, bias=None, *, invariance=None, group: str) -> torch.Tensor:
-    return run_product(_Product(group, invariance=invariance), keyset, input, weight, bias)
-
-
-_record = _Product.record
-autograd_kernels.impl("gemm_allreduce", _autograd, "Autograd", with_keyset=True)
 register_vmap(_op)
 
 
@@ -137,13 +104,12 @@ def gemm_allreduce(
     """
     if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
         return eager.call(
-            eager.gemm_allreduce,
+            _short,
             _op,
             group,
             input,
             weight,
             bias,
-            record=_record,
             invariance=invariance,
         )
     scales = (scale_input, scale_weight, recipe_input, recipe_weight)
@@ -152,6 +118,4 @@ def gemm_allreduce(
         "use_fast_accum": use_fast_accum,
         "invariance": invariance,
     }
-    return scaled.call(
-        eager.gemm_allreduce_scaled, _op_scaled, group, (input, weight), bias, scales, **how
-    )
+    return scaled.call(_short_scaled, _op_scaled, group, (input, weight), bias, scales, **how)

@@ -13,22 +13,13 @@ from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
     library,
     scaled,
 )
-from overlap_torch._ops.collectives import all_to_all
-from overlap_torch._ops.gradients import (
-    Gradient,
-    Gradients,
-    OpProduct,
-    autograd_kernels,
-    kept,
-    register_vmap,
-    rows,
-    run_product,
-    weight_gradient,
-)
+from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group
 
 _op = torch.ops.overlap.gemm_alltoall.default
 _op_scaled = torch.ops.overlap.gemm_alltoall.scaled
+_short = eager.short_path(_op)
+_short_scaled = eager.short_path(_op_scaled)
 
 
 @torch.library.register_fake("overlap::gemm_alltoall")
@@ -47,41 +38,6 @@ def _fake(
     return input.new_empty((sum(recv_rows), *input.shape[1:-1], weight.shape[0]))
 
 
-class _Product(OpProduct):
-    """The op for its gradients: every tensor is this rank's own."""
-
-    op, short_op = _op, staticmethod(eager.gemm_alltoall)
-    keeps_gradients = True
-
-    def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
-        send_rows, _ = self.counts
-        return (sum(send_rows), *grad.shape[1:-1])
-
-    # The gradient's rows go back the way the output's came; the rest is local.
-    def gradients(
-        self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
-    ) -> Gradients:
-        received = kept(self, grad)
-        if received is None:
-            send_rows, recv_rows = self.counts
-            received = all_to_all(grad, recv_rows, send_rows, self.group)
-        if input is None and self.is_split:
-            self.kept = grad, received
-        return (
-            None if weight is None else received @ weight,
-            None if input is None else weight_gradient(received, input),
-            rows(received).sum(0) if with_bias else None,
-        )
-
-
-def _autograd(
-    keyset, input, weight, send_rows, recv_rows, bias=None, *, group: str
-) -> torch.Tensor:
-    return run_product(_Product(group, send_rows, recv_rows), keyset, input, weight, bias)
-
-
-_record = _Product.record
-autograd_kernels.impl("gemm_alltoall", _autograd, "Autograd", with_keyset=True)
 register_vmap(_op)
 
 
@@ -148,7 +104,7 @@ def gemm_alltoall(
     """
     operands = (input, weight, send_rows, recv_rows)
     if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
-        return eager.call(eager.gemm_alltoall, _op, group, *operands, bias, record=_record)
+        return eager.call(_short, _op, group, *operands, bias)
     scales = (scale_input, scale_weight, recipe_input, recipe_weight)
     how = {"output_dtype": output_dtype, "use_fast_accum": use_fast_accum}
-    return scaled.call(eager.gemm_alltoall_scaled, _op_scaled, group, operands, bias, scales, **how)
+    return scaled.call(_short_scaled, _op_scaled, group, operands, bias, scales, **how)

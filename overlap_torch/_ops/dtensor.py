@@ -46,6 +46,11 @@ def make_ops_known() -> None:
             counted.update(getattr(torch.ops.overlap, name) for name in _STYLES)
 
 
+# The ops' autograd kernels call it for a subclass or within a mode.
+_library = torch.library.Library("overlap", "IMPL")
+_library.impl("_make_ops_known", make_ops_known, "CPU")
+
+
 def _dispatch_by(cls: type, rule: Any) -> None:
     """Registers a rule for all ops, for calls with a tensor or a mode of this class."""
     for name in _STYLES:

@@ -1,41 +1,27 @@
-"""The common part of the ops' gradients: reverse mode, of any order.
+"""Parts that the Functions of layers share: torch.func's transforms, and nodes that C++ owns.
 
-An op is linear in its input and in its weight. So its gradients are products of the same kind, and the gradients' gradients
-are the op and its gradients again. Take one op, ``y = op(x, w, b)`` and ``gx, gw, gb = gradients(gy, x, w)``. If the
-gradients of ``gx, gw, gb`` are ``vx, vw, vb``, then
-
-- ``gy`` receives ``op([vx, x], [w, vw], vb)``: one call, of both pairs side by side along K;
-- ``x`` and ``w`` receive the first two of ``gradients(gy, vx, vw)``.
-
-A tensor is either this rank's own or replicated. A replicated tensor counts once in the differentiated function, and every
-rank has its whole gradient. Therefore an op that sums over the ranks has gradients that do not, and the reverse. Autograd
-cannot derive this from the gradients' own calls, so the gradients are Functions, which follow the lines above. They
-communicate or not depending on requires_grad and on which outputs were used, which all ranks share.
+The gradients of ops are in C++, csrc/binding/ops/autograd.cc. A layer's Function follows the same rule: a tensor is either
+this rank's own or replicated. A replicated tensor counts once in the differentiated function, and every rank has its whole
+gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from overlap_torch._ops import dtensor, eager
-from overlap_torch._torch_versions import (
-    SingleLevelFunction,
-    enable_single_level_autograd_function,
-    unwrap_dead_wrappers,
-)
 
 # True if the call is within one of torch.func's transforms.
 transforms_are_active = torch._C._are_functorch_transforms_active
 
 Gradient = torch.Tensor | None
-Gradients = tuple[Gradient, Gradient, Gradient]  # of input, weight and bias
 
 
 def rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,81 +32,6 @@ def rows(tensor: torch.Tensor) -> torch.Tensor:
 def weight_gradient(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     """[..., N], [..., K] -> [N, K], summed over the rows."""
     return rows(grad).t() @ rows(input)
-
-
-class Product(Protocol):
-    """``input @ weight.T + bias``, communicated in some way between the ranks of a group."""
-
-    def __call__(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The product; its gradients are recorded."""
-
-    def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
-        """All dims of the input except K, from the output's gradient."""
-
-    def gradients(
-        self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
-    ) -> Gradients:
-        """The input's gradient if ``weight`` is given, the weight's if ``input`` is, the bias's if requested; none is
-        recorded."""
-
-
-class OpProduct(Product):
-    """A product that is an op. It takes input, weight, ``counts`` and bias, and ``how`` by keyword, in the schema's
-    order."""
-
-    op: torch._ops.OpOverload
-    short_op: Callable[..., Any]  # its short path
-    # Backward communicates the operands' gradient, which the weights need, too, and their gradients are wanted later. This
-    # keeps the communicated gradient until then.
-    keeps_gradients = False
-    is_split = False
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def __init__(self, group: str, *counts: Sequence[int], **how: Any) -> None:
-        self.group, self.counts, self.how = group, counts, how
-
-    def __call__(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        arguments = (input, weight, *self.counts, bias)
-        return eager.call(
-            self.short_op, self.op, self.group, *arguments, record=self.record, **self.how
-        )
-
-    def short(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Calls the op by its short path; nothing may be recorded."""
-        return self.short_op(input, weight, *self.counts, bias, *self.how.values(), self.group)
-
-    def redispatch(
-        self,
-        keyset: torch._C.DispatchKeySet,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Calls the op's kernel for the keys of the set."""
-        arguments = (input, weight, *self.counts, bias)
-        return self.op.redispatch(keyset, *arguments, **self.how, group=self.group)
-
-    @classmethod
-    def record(
-        cls,
-        group: str,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        *counts_and_bias: Any,
-        **how: Any,
-    ) -> torch.Tensor:
-        """The op for a call that only has a gradient to record: see `eager`."""
-        *counts, bias = counts_and_bias
-        # Its own copy of the counts, because backward comes later.
-        product = cls(group, *map(list, counts), **how)
-        output = _RecordedProduct.apply(product, product.short, input, weight, bias)
-        return recorded(output, product.keeps_gradients)
 
 
 class TransformedFunction(torch.autograd.Function):
@@ -147,48 +58,6 @@ class TransformedFunction(torch.autograd.Function):
         return _one_by_one(cls.apply, info.batch_size, in_dims, args)
 
 
-class ProductGradients(TransformedFunction):
-    """A product's gradients, which can be differentiated."""
-
-    @staticmethod
-    def forward(
-        product: Product, with_bias: bool, grad: torch.Tensor, input: Gradient, weight: Gradient
-    ) -> Gradients:
-        return product.gradients(grad, input, weight, with_bias)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.product, _, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)  # a gradient that nobody used costs no communication
-
-    @staticmethod
-    def backward(ctx, v_input: Gradient, v_weight: Gradient, v_bias: Gradient):
-        product: Product = ctx.product
-        grad, input, weight = ctx.saved_tensors
-        needs_grad, needs_input, needs_weight = ctx.needs_input_grad[2:]
-        grad_grad = grad_input = grad_weight = None
-        if needs_grad and (v_input is not None or v_weight is not None or v_bias is not None):
-            left, right = [], []
-            if v_input is not None:
-                left.append(v_input)
-                right.append(weight)
-            if v_weight is not None:
-                left.append(input)
-                right.append(v_weight)
-            if not left:  # K = 0: only the bias
-                left.append(grad.new_empty((*product.leading_dims(grad), 0)))
-                right.append(grad.new_empty((grad.shape[-1], 0)))
-            grad_grad = product(side_by_side(left), side_by_side(right), v_bias)
-        left = v_input if needs_weight else None
-        right = v_weight if needs_input else None
-        if left is not None or right is not None:
-            grad_input, grad_weight, _ = ProductGradients.apply_in_backward(
-                product, False, grad, left, right
-            )
-        return None, None, grad_grad, grad_input, grad_weight
-
-
 def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenates along the last dim; a single tensor stays as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)
@@ -208,60 +77,6 @@ def of_each(with_bias: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any]
     count = len(with_bias)
     given = iter(values[count:])
     return list(values[:count]), [next(given) if has_one else None for has_one in with_bias]
-
-
-class _RecordedProduct(SingleLevelFunction):
-    """An op with one output, between the autograd keys and the keys below."""
-
-    # Compiled autograd asks for it; only torch.autograd.Function has one.
-    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
-
-    @staticmethod
-    def forward(
-        ctx,
-        product: OpProduct,
-        run: Callable[..., torch.Tensor],
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        _, _, needs_input, needs_weight, _ = ctx.needs_input_grad
-        ctx.product = product
-        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
-        return run(input, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[Gradient, ...]:
-        input, weight = ctx.saved_tensors
-        _, _, needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-        ctx.product.is_split = input is not None and not needs_weight
-        gradients = ProductGradients.apply_in_backward(
-            ctx.product,
-            needs_bias,
-            grad,
-            input if needs_weight else None,
-            weight if needs_input else None,
-        )
-        return None, None, *gradients
-
-
-def run_product(
-    product: OpProduct,
-    keyset: torch._C.DispatchKeySet,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """The autograd kernel of an op of one output."""
-    run = partial(below_autograd, product.redispatch, keyset)
-    if needs_recording(product.op.overloadpacket.__name__, input, weight, bias):
-        output = record(_RecordedProduct, product, run, input, weight, bias)
-        return recorded(output, product.keeps_gradients)
-    return run(input, weight, bias)
-
-
-# Autograd kernels of all ops; they take the keyset.
-autograd_kernels = torch.library.Library("overlap", "IMPL")
 
 
 def needs_recording(op: str, *operands: torch.Tensor | None) -> bool:
@@ -297,31 +112,6 @@ def kept(place: Any, grad: torch.Tensor) -> Any:
     """The result that an earlier backward with the same gradient left in ``place.kept``, or None."""
     pair, place.kept = place.kept, None
     return pair[1] if pair is not None and pair[0] is grad else None
-
-
-def record(function: type[SingleLevelFunction], *args: Any) -> Any:
-    """``function.apply`` within an autograd kernel.
-
-    There the dispatcher has peeled off one of torch.func's levels, as for PyTorch's own operators, and peels off the others
-    below the kernel. A ``torch.autograd.Function`` would take all of them at once.
-    """
-    if not transforms_are_active():
-        return function.apply(*args)
-    with enable_single_level_autograd_function():
-        return function.apply(*args)
-
-
-def below_autograd(
-    redispatch: Callable[..., Any], keyset: torch._C.DispatchKeySet, *args: Any
-) -> Any:
-    """Continues a call in the kernels below the autograd keys of its ``keyset``."""
-    keyset = keyset & torch._C._after_autograd_keyset
-    with torch._C._AutoDispatchBelowAutograd():
-        if not transforms_are_active():
-            return redispatch(keyset, *args)
-        # A Function's forward turns both modes off, but the levels below may still record.
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-            return redispatch(keyset, *args)
 
 
 def register_vmap(op: torch._ops.OpOverload) -> None:
@@ -361,3 +151,6 @@ def _one_by_one(
         pytree.tree_unflatten(stacked, result_spec),
         pytree.tree_unflatten(out_dims, result_spec),
     )
+
+
+register_vmap(torch.ops.overlap._collective.default)

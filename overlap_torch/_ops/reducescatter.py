@@ -11,23 +11,13 @@ from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
     library,
     scaled,
 )
-from overlap_torch._ops.collectives import start_all_gather, wait_for_gather
-from overlap_torch._ops.gradients import (
-    Gradient,
-    Gradients,
-    OpProduct,
-    autograd_kernels,
-    kept,
-    register_vmap,
-    rows,
-    run_product,
-    weight_gradient,
-)
+from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group, world_size
 
 _op = torch.ops.overlap.gemm_reducescatter.default
 _op_scaled = torch.ops.overlap.gemm_reducescatter.scaled
-_gather_op = torch.ops.overlap.allgather_gemm.default
+_short = eager.short_path(_op)
+_short_scaled = eager.short_path(_op_scaled)
 
 
 @torch.library.register_fake("overlap::gemm_reducescatter")
@@ -49,48 +39,6 @@ def _fake(
     return input.new_empty((*leading, weight.shape[0]))
 
 
-class _Product(OpProduct):
-    """The op as its gradients see it: every tensor is this rank's own, the bias too."""
-
-    op, short_op = _op, staticmethod(eager.gemm_reducescatter)
-    keeps_gradients = True
-
-    def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
-        dim = self.how["dim"] % grad.dim()
-        return tuple(
-            fakes.with_size(grad.shape[:-1], dim, grad.shape[dim] * world_size(self.group))
-        )
-
-    # The gradient of the partial products is the gathered gradient of the output: gathered once, for input and weight.
-    def gradients(
-        self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
-    ) -> Gradients:
-        grad_input = grad_weight = None
-        gathered, dim = kept(self, grad), self.how["dim"]
-        if weight is not None:
-            grad_input, gathered = eager.call(
-                eager.allgather_gemm, _gather_op, self.group, grad, weight.t(), None, dim=dim
-            )
-        elif input is not None and gathered is None:
-            ranks = world_size(self.group)
-            gathered = start_all_gather(grad, self.group, ranks)
-            gathered = wait_for_gather(gathered, ranks, dim % grad.dim())
-        if input is not None:
-            grad_weight = weight_gradient(gathered, input)
-        elif self.is_split:
-            self.kept = grad, gathered
-        return grad_input, grad_weight, rows(grad).sum(0) if with_bias else None
-
-
-def _autograd(
-    keyset, input, weight, bias=None, *, dim: int = 0, invariance=None, group: str
-) -> torch.Tensor:
-    product = _Product(group, dim=dim, invariance=invariance)
-    return run_product(product, keyset, input, weight, bias)
-
-
-_record = _Product.record
-autograd_kernels.impl("gemm_reducescatter", _autograd, "Autograd", with_keyset=True)
 register_vmap(_op)
 
 
@@ -158,13 +106,12 @@ def gemm_reducescatter(
     scales = (scale_input, scale_weight, recipe_input, recipe_weight)
     if scaled.no_scales("gemm_reducescatter", dim, *scales):
         return eager.call(
-            eager.gemm_reducescatter,
+            _short,
             _op,
             group,
             input,
             weight,
             bias,
-            record=_record,
             dim=dim,
             invariance=invariance,
         )
@@ -173,6 +120,4 @@ def gemm_reducescatter(
         "use_fast_accum": use_fast_accum,
         "invariance": invariance,
     }
-    return scaled.call(
-        eager.gemm_reducescatter_scaled, _op_scaled, group, (input, weight), bias, scales, **how
-    )
+    return scaled.call(_short_scaled, _op_scaled, group, (input, weight), bias, scales, **how)

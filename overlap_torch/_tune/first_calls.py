@@ -29,18 +29,19 @@ class FirstCalls:
         self._seen = weakref.WeakKeyDictionary()
         self._busy = False
 
-    def __call__(self, op: object, group: str, arguments: tuple[Any, ...]) -> None:
-        tensors = [
-            one
-            for argument in arguments
-            for one in (argument if isinstance(argument, (list, tuple)) else [argument])
-            if isinstance(one, torch.Tensor)
-        ]
+    def __call__(self, op: object, group: str, arguments: tuple[Any, ...], results: Any) -> None:
+        tensors = _tensors(arguments)
         device = tensors[0].device
         # Scaled operands have recipes, the output's type and the accumulation.
         others = (one for one in arguments if isinstance(one, (int, torch.dtype)))
         shapes = ((tuple(one.shape), one.dtype) for one in tensors)
         key = (op, device.type, *shapes, *others)
+        self._tune_new(group, device, key)
+        if (node := _node(results)) is not None:
+            node.register_hook(lambda *_: self._tune_new(group, device, ("backward", *key)))
+
+    def _tune_new(self, group: str, device: torch.device, key: tuple[Any, ...]) -> None:
+        """Tunes what was called since the last time, if the key is new."""
         seen = self._seen.setdefault(process_group(group), set())
         if self._busy or key in seen or _hidden(device):
             return
@@ -56,6 +57,19 @@ class FirstCalls:
             tune(fresh, group=group, device=device)
         finally:
             self._busy = False
+
+
+def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
+    lists = (one if isinstance(one, (list, tuple)) else [one] for one in values)
+    return [one for values in lists for one in values if isinstance(one, torch.Tensor)]
+
+
+def _node(results: Any) -> torch.autograd.graph.Node | None:
+    """The node whose backward calls ops, which only C++ sees."""
+    results = results if isinstance(results, tuple) else (results,)
+    node = next((one.grad_fn for one in _tensors(results) if one.grad_fn is not None), None)
+    has_two = node is not None and node.name().endswith("Outputs")
+    return node.next_functions[0][0] if has_two else node
 
 
 def _hidden(device: torch.device) -> bool:

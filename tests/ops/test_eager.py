@@ -19,7 +19,6 @@ from checks import Failures, message_of
 from modes import SeesDispatches, SeesFunctions
 from operands import Case, place, rank_device, world_name
 from ops import OPS, map_tensors, tensors_of
-from overlap_torch import _eager
 from overlap_torch._ops import eager
 
 CASES = [
@@ -43,7 +42,7 @@ def function_of(op: str) -> Callable[..., Any]:
     """The function of the op's arguments and the group's name; the keywords between them, if there
     are any, have their defaults.
     """
-    function = getattr(_eager, op.replace(".", "_"))
+    function = eager.short_path(FUNCTIONS[op].operator)
     between = [0] if getattr(FUNCTIONS[op], "takes_dim", False) else []
     between += [None] * len(places_of(op, "invariance"))
     return lambda *arguments: function(*arguments[:-1], *between, arguments[-1])
@@ -146,41 +145,6 @@ def test_eager_leaves_the_rest_to_torch(failures: Failures, op: str) -> None:
                 expect_declined(f"{parameter} {value}", given)
 
 
-@every_function
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_eager_knows_calls_that_record(failures: Failures, op: str) -> None:
-    """The calls with an operand that requires grad that are said to need their gradient recorded, and nothing else."""
-    failures.expect(None)
-    if dist.get_rank() > 0:  # one rank alone makes them: none communicates
-        return
-    device = rank_device().type
-    arguments = arguments_of(op, small_case(op))
-
-    def expect(right: bool | None, *where: Any) -> None:
-        result = function_of(op)(*given, world_name())
-        failures.expect(None if result is right else f"{result}, not {right}", *where)
-
-    for i in range(len(tensors_of(arguments))):
-        for kind in (torch.Tensor, torch.nn.Parameter):
-            make = {
-                torch.Tensor: lambda t: t.detach().requires_grad_(),
-                torch.nn.Parameter: torch.nn.Parameter,
-            }[kind]
-            given = with_tensor(arguments, i, make)
-            expect(True, "requires grad", i, kind)
-        with torch.autocast(device, dtype=torch.bfloat16):
-            expect(None, "under autocast", i)
-            with torch.autocast(device, enabled=False):
-                expect(True, "under none again", i)
-        with torch._C._AutoDispatchBelowAutograd():
-            expect(None, "below autograd", i)
-        for mode in (SeesFunctions(), SeesDispatches()):
-            with mode:
-                expect(None, "a mode", i, mode)
-        given = with_tensor(given, i, lambda t: t.as_subclass(Subclass))
-        expect(None, "a subclass", i)
-
-
 class Refuses:
     """In the place of an operator."""
 
@@ -219,11 +183,13 @@ def test_eager_records_gradients(failures: Failures, op: str) -> None:
         arguments = arguments_of(op, case, seed)
         count = len(tensors_of(arguments))
         for which in (range(count), *((i,) for i in range(count))):
-            right = differentiate(FUNCTIONS[op].operator, arguments, which)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(module, name, Refuses())
-                results = differentiate(FUNCTIONS[op].wrapper, arguments, which)
-            failures.expect_equal(results, right, op, case, which)
+            for casts in (False, True):
+                with torch.autocast(rank_device().type, torch.float16, enabled=casts):
+                    right = differentiate(FUNCTIONS[op].operator, arguments, which)
+                    with pytest.MonkeyPatch.context() as patch:
+                        patch.setattr(module, name, Refuses())
+                        results = differentiate(FUNCTIONS[op].wrapper, arguments, which)
+                failures.expect_equal(results, right, op, case, which, casts)
 
 
 @pytest.mark.parametrize("op", list(OPS))
@@ -331,17 +297,18 @@ def test_eager_module_may_be_missing(failures: Failures, op: str) -> None:
     case = small_case(op)
     arguments = arguments_of(op, case)
     expected = FUNCTIONS[op].expected(case, *place())
-    names = eager.__all__
+    module = sys.modules[FUNCTIONS[op].wrapper.__module__]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "overlap_torch._eager", None)
         spec = importlib.util.spec_from_file_location("eager_of_another_python", eager.__file__)
         other = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(other)
-        for name in names:
-            untouched = 1 if name == "recorded" else None  # its outputs as they are
-            taken = getattr(other, name)(1, 2)
-            failures.expect(None if taken is untouched else "takes a call", name)
-            patch.setattr(eager, name, getattr(other, name))
+        untouched = other.recorded(1, False) == 1  # outputs as they are
+        failures.expect(None if untouched else "changes outputs", "recorded")
+        short = other.short_path(FUNCTIONS[op].operator)
+        failures.expect(None if short(1, 2) is None else "takes a call", "short path")
+        for name in [name for name in vars(module) if name.startswith("_short")]:
+            patch.setattr(module, name, short)
         outputs = tensors_of(FUNCTIONS[op].wrapper(*arguments, group=world_name()))
     failures.expect_equal(
         *(list(map(scaled.as_comparable, one)) for one in (outputs, expected)), op

@@ -66,6 +66,9 @@ void compare_calls(const OpCall& call);
 // This rank's part of a call that needs no communication, if all ranks call the same.
 void compare_local_call(const OpCall& call);
 
+// A collective of a gradient or a layer: the ranks compare it as they compare calls, before it begins.
+void compare_collective(const std::string& what, at::Device device, const std::string& group_name);
+
 // The unfused compositions: one GEMM, then one of the process group's own collectives, or the other
 // way round. Any device.
 at::Tensor gemm_allreduce_composition(const OpCall& call);

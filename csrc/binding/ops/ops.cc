@@ -28,9 +28,6 @@ void compare_local_call(const OpCall& call) {
   call.group->agree();
 }
 
-namespace {
-
-// A collective that Python begins, of a gradient or a layer: the ranks compare it as they compare calls, before it begins.
 void compare_collective(const std::string& what, at::Device device, const std::string& group_name) {
   const std::shared_ptr<GroupEntry> group = find_group(group_name);
   if (group->world_size() == 1) return;
@@ -39,6 +36,8 @@ void compare_collective(const std::string& what, at::Device device, const std::s
   group->announce(what, 0);
   group->agree();
 }
+
+namespace {
 
 at::Tensor all_reduced(const at::Tensor& input, const at::Tensor& weight,
                        const std::optional<at::Tensor>& bias,
@@ -426,6 +425,11 @@ TORCH_LIBRARY(overlap, m) {
       "bias=None, *, int? recipe_input=None, int? recipe_weight=None, ScalarType "
       "output_dtype=bfloat16, bool use_fast_accum=False) -> Tensor",
       {at::Tag::pt2_compliant_tag});
+}
+
+// Ops of this package's own use.
+TORCH_LIBRARY_FRAGMENT(overlap, m) {
+  m.def("_make_ops_known() -> ()");  // Python's: see overlap_torch/_ops/dtensor.py
   m.def("check() -> ()", &check_cuda_groups);
   m.def("_compare_collective(str what, Device device, str group) -> ()", &compare_collective);
   m.def("_trace_start() -> ()", &TraceSwitch::start);
