@@ -27,11 +27,21 @@ def takes(layer: torch.nn.Module, unquantized: type, input: torch.Tensor) -> boo
     )
 
 
-def run(op: Callable[..., Any], layer: torch.nn.Module, input: torch.Tensor, group: str) -> Any:
-    """Runs the op, with the layer's own bias. Frameworks' parameters are tensor subclasses; results are plain tensors."""
+def run(
+    op: Callable[..., Any],
+    layer: torch.nn.Module,
+    input: torch.Tensor,
+    group: str,
+    invariant: bool,
+) -> Any:
+    """Runs the op, with the layer's own bias. Frameworks' parameters are tensor subclasses; results are plain tensors.
+
+    ``invariant``: the framework is in its batch-invariant mode; else ``OVERLAP_INVARIANCE`` decides.
+    """
     bias = None if layer.skip_bias_add else layer.bias
+    invariance = "batch" if invariant else None
     with torch._C.DisableTorchFunctionSubclass():
-        return op(input, layer.weight, bias, group=group)
+        return op(input, layer.weight, bias, group=group, invariance=invariance)
 
 
 def part_of(layer: torch.nn.Module, input: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:

@@ -40,7 +40,10 @@ def enable() -> None:
 
     Everything else is SGLang's forward: quantized layers and weights packed for a CPU's kernel, ``skip_all_reduce``, ``reduce_results=False``
     (layers whose sum SGLang leaves to the layer's boundary), an ``output_tensor``, groups other than the tensor-parallel one,
-    attention's data parallelism, quantized communication, deterministic inference, and layers with SGLang's own fused kernel.
+    attention's data parallelism, quantized communication, and layers with SGLang's own fused kernel.
+
+    In deterministic inference both ops are called with ``invariance="batch"``, whatever the number of rows. SGLang 0.5.23
+    does not call its all-reduce with residual and norm there, so the norm's hook, which takes few rows only, finds no call.
 
     Raises:
         ImportError: SGLang is not installed, or of a release other than 0.5.23.
@@ -105,7 +108,6 @@ def forward_hook(linear: Any, unquantized: type) -> Callable[..., Any]:
             or layer.tp_group is not group
             or group.world_size == 1
             or getattr(layer, "use_intel_amx_backend", False)
-            or linear.get_exec().deterministic.enable_deterministic_inference
         ):
             return None
         if linear.get_forward().sp_active:
@@ -142,7 +144,9 @@ def forward_hook(linear: Any, unquantized: type) -> Callable[..., Any]:
             # Rows of zeros after the last row; SGLang drops them when it gathers.
             behind = (0, 0) * (input.dim() - 1)
             input = functional.pad(input, (*behind, 0, -input.shape[0] % ranks))
-        output = _serving.run(op, layer, input, layer.tp_group.device_group.group_name)
+        group = layer.tp_group.device_group.group_name
+        invariant = linear.get_exec().deterministic.enable_deterministic_inference
+        output = _serving.run(op, layer, input, group, invariant)
         return output, layer.bias if layer.skip_bias_add else None
 
     return forward

@@ -27,8 +27,9 @@ def enable() -> type:
 
     Its layers have vLLM's parameters, loaders and ``quant_method``. Forward is ``gemm_allreduce`` if vLLM's would be an
     unquantized GEMM and an all-reduce of all ranks of the tensor-parallel group. Everything else runs vLLM's forward:
-    quantized layers, ``reduce_results=False``, ``disable_tp``, a group of one, weights packed for a CPU's kernel, and
-    ``VLLM_BATCH_INVARIANT=1``. ``OVERLAP_VLLM`` becomes part of the key of vLLM's cache of compiled graphs.
+    quantized layers, ``reduce_results=False``, ``disable_tp``, a group of one, and weights packed for a CPU's kernel. With
+    ``VLLM_BATCH_INVARIANT=1`` the op is called with ``invariance="batch"``, whatever the number of rows. vLLM's key of
+    compiled graphs has that variable already, and ``OVERLAP_VLLM`` becomes part of it.
 
     Returns:
         The class.
@@ -78,23 +79,26 @@ def layer_class(
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.overlap_group = ""
-            if self.reduce_results and self.tp_size > 1 and not batch_invariant():
+            self.overlap_group, self.overlap_invariant = "", False
+            if self.reduce_results and self.tp_size > 1:
                 group = tp_group()
                 if group.world_size != self.tp_size:
                     raise RuntimeError(
                         f"OVERLAP_VLLM=1: a {base.__name__} is made for {self.tp_size} ranks, but vLLM's tensor-parallel group has "
                         f"{group.world_size}, over which its output would be summed; set OVERLAP_VLLM=0 for this model"
                     )
-                # Read here, so that the model's compiler sees a constant.
+                # Read here, so that the model's compiler sees constants.
                 self.overlap_group = group.device_group.group_name
+                self.overlap_invariant = batch_invariant()
 
         def forward(self, input_: torch.Tensor) -> Any:
             """As vLLM's."""
             if not self.overlap_group or not _serving.takes(self, unquantized, input_):
                 return super().forward(input_)
             input = _serving.part_of(self, input_, self.tp_rank, self.tp_size)
-            output = _serving.run(gemm_allreduce, self, input, self.overlap_group)
+            output = _serving.run(
+                gemm_allreduce, self, input, self.overlap_group, self.overlap_invariant
+            )
             if not self.return_bias:
                 return output
             return output, self.bias if self.skip_bias_add else None

@@ -28,25 +28,55 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import overlap_torch_plugins
 from checks import Failures
 from layers import integers, my_features, my_part
-from modes import SeesDispatches
+from modes import Observer
 from operands import difference
 from overlap_torch._tools import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = os.environ.get("OVERLAP_TEST_SOURCES", "")
 N, K, ROWS = 6, 8, 5
+WIDE = 1040  # so many products of fractions that the order in which a GEMM adds them shows
+
+
+class SeesOps(Observer, TorchDispatchMode):
+    """Names of this package's ops, each with the invariance that the call asks for."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        space, _, name = function._overloadpacket._qualified_op_name.partition("::")
+        if space == "overlap":
+            invariance = (kwargs or {}).get("invariance")
+            self.seen.append(f"{name} {invariance}" if invariance else name)
+        return function(*args, **(kwargs or {}))
 
 
 def ops_of(job) -> tuple[Any, list[str]]:
     """The job's result, and the ops of this package that it calls."""
-    with SeesDispatches() as mode:
-        result = job()
-    names = [function._overloadpacket._qualified_op_name for function in mode.seen]
-    return result, [name.removeprefix("overlap::") for name in names if name.startswith("overlap")]
+    with SeesOps() as mode:
+        return job(), mode.seen
+
+
+def check_any_batch(failures: Failures, op: str, rows_of, *where) -> torch.Tensor | None:
+    """In a deterministic mode `op` runs for all numbers of rows, and a row has the same bits in every batch.
+
+    ``rows_of`` takes this rank's features, and returns the layer's rows; so does this function, for a whole batch.
+    """
+    if dist.get_world_size() == 1:
+        return None
+    batch = torch.randn(600, WIDE, generator=torch.Generator().manual_seed(4))
+    bits = rows_of(my_features(batch))
+    right = batch.double() @ integers(N, WIDE, seed=1).double().t() + integers(N, seed=2)
+    failures.near(bits.double(), right, *where, "value", rtol=1e-5, atol=1e-4)
+    for rows in (1, 2, 7, 127, 128, 129, 512, 513):
+        for part in (slice(rows), slice(-rows, None)):
+            found, called = ops_of(lambda: rows_of(my_features(batch[part])))  # noqa: B023
+            failures.equal(called, [op], *where, part)
+            failures.expect(difference(found, bits[part]), *where, part)
+    return bits
 
 
 class Weight(nn.Parameter):
@@ -219,6 +249,14 @@ def check_row_parallel(failures: Failures, base, sees: str, *where) -> None:
         failures.expect(difference(output.as_subclass(torch.Tensor), right), *where, options)
 
 
+def check_vllms_batch_invariance(failures: Failures, base) -> None:
+    op, where = "gemm_allreduce batch", "VLLM_BATCH_INVARIANT"
+    with mock.patch.object(sys.modules["vllm.envs"], where, True):
+        check_row_parallel(failures, base, op, where)
+        layer = base(WIDE, N)
+    check_any_batch(failures, op, lambda input: layer(input)[0], where)
+
+
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"))
 def test_vllms_row_parallel_layers_run_the_op(failures: Failures) -> None:
     from overlap_torch.integrations import vllm
@@ -237,9 +275,7 @@ def test_vllms_row_parallel_layers_run_the_op(failures: Failures) -> None:
         failures.equal(type(VllmLinear(K, N)), ours, "class")
         failures.holds(VllmLinear, ours.__mro__, "class")
         check_row_parallel(failures, VllmLinear, "gemm_allreduce", "vLLM")
-        sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = True
-        _, called = ops_of(lambda: VllmLinear(K, N)(my_features(integers(ROWS, K, seed=3))))
-        failures.equal(called, [], "batch invariant")
+        check_vllms_batch_invariance(failures, VllmLinear)
         with (
             mock.patch.object(vllm, "_enabled", None),
             pytest.raises(RuntimeError, match="VLLM_PLUGINS"),
@@ -251,11 +287,14 @@ def test_vllms_row_parallel_layers_run_the_op(failures: Failures) -> None:
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_vllms_layers_compile_to_one_graph(failures: Failures) -> None:
+@pytest.mark.parametrize("invariant", [False, True])
+def test_vllms_layers_compile_to_one_graph(failures: Failures, invariant: bool) -> None:
     """vLLM compiles whole graphs: the op is in them."""
     from overlap_torch.integrations import vllm
 
-    ours = vllm.layer_class(VllmLinear, Unquantized, tp_group=Group, batch_invariant=lambda: False)
+    ours = vllm.layer_class(
+        VllmLinear, Unquantized, tp_group=Group, batch_invariant=lambda: invariant
+    )
     layer = ours(K, N)
     for name, value in list(layer.named_parameters()):
         setattr(layer, name, nn.Parameter(value.as_subclass(torch.Tensor), requires_grad=False))
@@ -270,6 +309,7 @@ def test_vllms_layers_compile_to_one_graph(failures: Failures) -> None:
     output, _ = torch.compile(layer, fullgraph=True, backend=keep)(input)
     failures.expect(difference(output, layer(input)[0]), "output")
     failures.equal([graph.count("overlap.gemm_allreduce") for graph in graphs], [1], "graphs")
+    failures.equal(["invariance: batch" in graph for graph in graphs], [invariant], *graphs)
 
 
 # --- SGLang ---------------------------------------------------------------------------------------------------
@@ -367,6 +407,7 @@ def check_sglang_layers(failures: Failures, base: type, forward, context: Contex
     extend = SimpleNamespace(forward_mode=SimpleNamespace(is_decode_or_idle=lambda: False))
     reduced, scattered = ["gemm_allreduce"], ["gemm_reducescatter"]
     quantized = {"execution.comm.enable_quant_communications": True}
+    deterministic = {"execution.deterministic.enable_deterministic_inference": True}
     cases = [
         ({}, {}, {}, reduced),
         ({"bias": False}, {}, {}, reduced),
@@ -382,9 +423,13 @@ def check_sglang_layers(failures: Failures, base: type, forward, context: Contex
         ({"reduce_results": False}, {}, {"forward.sp_active": True}, scattered),
         ({}, {"skip_all_reduce": True}, {"forward.sp_active": True}, []),
         ({"quantized": True}, {}, {"forward.sp_active": True}, []),
-        ({}, {}, {"execution.deterministic.enable_deterministic_inference": True}, []),
         ({}, {"forward_batch": decode}, quantized, reduced),
         ({}, {"forward_batch": extend}, {}, reduced),
+        ({}, {}, deterministic, ["gemm_allreduce batch"]),
+        ({"input_is_parallel": False}, {}, deterministic, ["gemm_allreduce batch"]),
+        ({}, {}, {"forward.sp_active": True, **deterministic}, ["gemm_reducescatter batch"]),
+        ({"quantized": True}, {}, deterministic, []),
+        ({"reduce_results": False}, {}, deterministic, []),
     ]
     for options, keywords, settings, expected in cases:
         layer = base(K, N, **options)
@@ -403,6 +448,27 @@ def check_sglang_layers(failures: Failures, base: type, forward, context: Contex
             difference(output.as_subclass(torch.Tensor), right.as_subclass(torch.Tensor)), *case
         )
         failures.expect(None if left is right_left else str(left), *case, "bias")
+    check_sglangs_any_batch(failures, base(WIDE, N), forward, context, *where)
+
+
+def check_sglangs_any_batch(failures: Failures, layer, forward, context: Context, *where) -> None:
+    """Sums that are scattered have the bits of those that are not."""
+
+    def reduced(input: torch.Tensor) -> torch.Tensor:
+        return forward(layer, input)[0]
+
+    def gathered(input: torch.Tensor) -> torch.Tensor:
+        part = reduced(input)
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, part)
+        return torch.cat(parts)[: len(input)]
+
+    with mock.patch.object(context.execution.deterministic, "enable_deterministic_inference", True):
+        right = check_any_batch(failures, "gemm_allreduce batch", reduced, *where)
+        with mock.patch.object(context.forward, "sp_active", True):
+            found = check_any_batch(failures, "gemm_reducescatter batch", gathered, *where)
+    if right is not None:
+        failures.expect(difference(found, right), *where, "scattered")
 
 
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"))
@@ -489,10 +555,11 @@ def wheel(name: str) -> zipfile.ZipFile:
     return zipfile.ZipFile(found[0])
 
 
-def class_source(archive: zipfile.ZipFile, path: str, name: str) -> str:
-    """A class of a module, without its decorators and the annotations' names."""
+def source_of(archive: zipfile.ZipFile, path: str, name: str) -> str:
+    """A class or function of a module, without its decorators and the annotations' names."""
     tree = ast.parse(archive.read(path).decode())
-    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    kinds = ast.ClassDef | ast.FunctionDef
+    (found,) = [node for node in tree.body if isinstance(node, kinds) and node.name == name]
     found.decorator_list = []
     return "from __future__ import annotations\n" + ast.unparse(found)
 
@@ -547,6 +614,7 @@ def check_vllms_own(failures: Failures, sources: list[str]) -> None:
         ours = registry["RowParallelLinear"]
         failures.equal(type(made), ours, "made in its place")
         check_row_parallel(failures, layer_of, "gemm_allreduce", "in its place")
+        check_vllms_batch_invariance(failures, layer_of)
 
 
 @pytest.mark.long
@@ -555,14 +623,16 @@ def test_vllms_own_layer_runs_the_op(ranks):
     with wheel("vllm") as archive:
         folder = "vllm/model_executor"
         sources = [
-            class_source(archive, f"{folder}/custom_op.py", "PluggableLayer"),
-            class_source(archive, f"{folder}/layers/linear.py", "LinearBase"),
-            class_source(archive, f"{folder}/layers/linear.py", "RowParallelLinear"),
+            source_of(archive, f"{folder}/custom_op.py", "PluggableLayer"),
+            source_of(archive, f"{folder}/layers/linear.py", "LinearBase"),
+            source_of(archive, f"{folder}/layers/linear.py", "RowParallelLinear"),
         ]
         groups = archive.read("vllm/plugins/__init__.py").decode()
         assert 'DEFAULT_PLUGINS_GROUP = "vllm.general_plugins"' in groups
         assert "def get_tp_group()" in archive.read("vllm/distributed/parallel_state.py").decode()
         assert "VLLM_BATCH_INVARIANT" in archive.read("vllm/envs.py").decode()
+        # The key of compiled graphs has all variables but those that this function names.
+        assert "VLLM_BATCH_INVARIANT" not in source_of(archive, "vllm/envs.py", "compile_factors")
     ranks.expect_no_failures(check_vllms_own, sources)
 
 
@@ -670,7 +740,7 @@ def test_sglangs_own_layer_runs_the_ops(ranks):
     from overlap_torch.integrations import sglang
 
     with wheel("sglang") as archive:
-        source = class_source(archive, "sglang/srt/layers/linear.py", "RowParallelLinear")
+        source = source_of(archive, "sglang/srt/layers/linear.py", "RowParallelLinear")
         hooks = archive.read("sglang/srt/plugins/hook_registry.py").decode()
         text = archive.read("sglang/srt/layers/linear.py").decode()
         imported = {
@@ -692,4 +762,16 @@ def test_sglangs_own_layer_runs_the_ops(ranks):
         theirs = functions[sglang.NORM_TARGET.rpartition(".")[2]].args
         assert [a.arg for a in theirs] == list(inspect.signature(sglang._norm).parameters)[1:]
         assert ast.unparse(functions["resolve_fusion_group"]) == "*, use_attn_tp_group: bool"
+        # Deterministic inference names no backend of the fusion, without which SGLang does not call the function.
+        names: dict[str, Any] = {"logger": mock.Mock()}
+        decides = "_deterministic_allreduce_fusion_disable"
+        exec(source_of(archive, "sglang/srt/arg_groups/overrides.py", decides), names)
+        view = {"flashinfer_allreduce_fusion_backend": "auto", "enable_deterministic_inference": 1}
+        named = names[decides](SimpleNamespace(**view))
+        assert named == {"flashinfer_allreduce_fusion_backend": None}
+        assert "comm.flashinfer_allreduce_fusion_backend is not None" in source_of(
+            archive,
+            "sglang/srt/layers/layer_boundary/residual/add_norm.py",
+            "flashinfer_ar_fusion_applies",
+        )
     ranks.expect_no_failures(check_sglangs_own, source, hooks)
