@@ -157,7 +157,7 @@ class Exchange:
         flat = _beside(laid).view(k.dtype)
         if problem.parts == 1 and len({*problem.numbers}) == 1:
             shard = flat.view(self.own, self.batch, self.kv_columns)
-            begun = collectives.start_all_gather(shard, self.group, ranks)
+            begun = collectives.start_all_gather(shard, self.group)
             return lambda: self._arrived(collectives.wait(begun), self.kv_columns)
         if problem.parts < ranks:
             messages = [_beside(laid[1:]).view(k.dtype) if moves else flat]

@@ -275,7 +275,7 @@ class _ScatterLinear(torch.autograd.Function):
                     ctx.kept = grad, gathered
             elif gathered is None:
                 ranks = world_size(ctx.group)
-                gathered = start_all_gather(grad, ctx.group, ranks)
+                gathered = start_all_gather(grad, ctx.group)
                 gathered = wait_for_gather(gathered, ranks, ctx.dim)
             grad_weight = weight_gradient(gathered, input) if needs_weight else None
             grad_bias = rows(gathered).sum(0) if needs_bias else None

@@ -69,7 +69,7 @@ def cut_end(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 def gather_parts(part: torch.Tensor, dim: int, sizes: Sequence[int], group: str) -> torch.Tensor:
     """All ranks' parts, put together along `dim`, in which they have these sizes. A collective call."""
     padded = pad_end(part, dim, max(sizes) - part.shape[dim])
-    gathered = wait(start_all_gather(padded.unsqueeze(0), group, len(sizes)))
+    gathered = wait(start_all_gather(padded.unsqueeze(0), group))
     return torch.cat([gathered[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
 
 

@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives
 from torch.compiler import is_dynamo_compiling
 
 from overlap_torch._ops import library  # noqa: F401  (the library holds the comparison)
-from overlap_torch._ops.group import process_group, world_size
+from overlap_torch._ops.group import world_size
 
 _collectives = torch.ops._c10d_functional
 
@@ -40,35 +40,14 @@ def compare(what: str, tensor: torch.Tensor, sizes: Sequence[int], group: str) -
         torch.ops.overlap._compare_collective(text, tensor.device, group)
 
 
-def _has_gloo_for(shard: torch.Tensor, group: str) -> bool:
-    if shard.device.type != "cpu" or is_dynamo_compiling():
-        return shard.device.type == "cpu"
-    try:
-        return process_group(group)._get_backend(shard.device).name() == "gloo"
-    except RuntimeError:  # a group that is a Python class
-        return False
-
-
-def start_all_gather(shard: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
-    """Begins a gather of the group's ``ranks`` shards along dim 0; the result may be used after :func:`wait`."""
-    compare("an all-gather", shard, shard.shape, group)
-    if _has_gloo_for(shard, group):
-        # Gloo's two worker threads write the name of what they have just done into one string of the group, without a
-        # lock (ProcessGroupGloo::runLoop, PyTorch 2.11). The names of the other collectives here fit into the string
-        # itself; that of this functional op, ALLGATHER_COALESCED, is on the heap, where two writers at a time free it
-        # twice or write into what has been freed.
-        counts = [shard.shape[0]] * ranks
-        return _collectives.all_to_all_single(torch.cat([shard] * ranks), counts, counts, group)
-    return _collectives.all_gather_into_tensor(shard.contiguous(), ranks, group)
+def start_all_gather(shard: torch.Tensor, group: str) -> torch.Tensor:
+    """Begins a gather of the ranks' shards along dim 0; the result may be used after :func:`wait`."""
+    return torch.ops.overlap._start_all_gather(shard, group)
 
 
 def start_reduce_scatter(whole: torch.Tensor, group: str, dim: int = 0) -> torch.Tensor:
     """Begins to sum ``whole`` and cut it along ``dim``; the result may be used after :func:`wait`."""
-    ranks = world_size(group)
-    compare("a reduce-scatter", whole, whole.shape, group)
-    if dim != 0:
-        whole = torch.cat(whole.chunk(ranks, dim))
-    return _collectives.reduce_scatter_tensor(whole.contiguous(), "sum", ranks, group)
+    return torch.ops.overlap._start_reduce_scatter(whole, dim, group)
 
 
 def start_all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
@@ -86,7 +65,7 @@ def all_reduce(part: torch.Tensor, group: str, invariance: str | None) -> torch.
     if (invariance or _USUAL_INVARIANCE) == "none":
         return wait(start_all_reduce(part, group))
     ranks = world_size(group)
-    begun = start_all_gather(part.reshape(1, -1), group, ranks)
+    begun = start_all_gather(part.reshape(1, -1), group)
     wide = torch.float64 if part.dtype == torch.float64 else torch.float32
     total = torch.zeros(part.numel(), dtype=wide, device=part.device)
     for term in wait_for_gather(begun, ranks, 0).unbind():

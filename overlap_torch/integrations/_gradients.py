@@ -31,7 +31,7 @@ def of_gathered_input(
     [tokens, ..., K] is gathered beside the ``gemm_reducescatter`` that makes the shard's gradient. A gradient that is
     not needed is None.
     """
-    gathered = start_all_gather(shard, group, ranks) if needs_weights else None
+    gathered = start_all_gather(shard, group) if needs_weights else None
     grad_shard = None
     if needs_input:
         grad, weight = one_after_the_other(grads, weights)
@@ -57,5 +57,5 @@ def of_scattered_output(
     if needs_input:
         return allgather_gemm(grad, weight.t(), group=group)
     if needs_weight:
-        return None, wait(start_all_gather(grad, group, ranks))
+        return None, wait(start_all_gather(grad, group))
     return None, None

@@ -52,9 +52,9 @@ def test_attention_sends_what_the_formula_says(failures: Failures) -> None:
         sent.append(flat.numel() - send[dist.get_rank()])
         return begin(flat, send, come, group)
 
-    def counted_gather(shard, group, ranks):
-        sent.append(shard.numel() * (ranks - 1))
-        return gather(shard, group, ranks)
+    def counted_gather(shard, group):
+        sent.append(shard.numel() * (world - 1))
+        return gather(shard, group)
 
     with (
         mock.patch.object(collectives, "start_all_to_all", counted),

@@ -104,6 +104,8 @@ at::Tensor run_collective(const at::Tensor& input, const std::string& kind, int6
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(overlap, m) {
+  m.def("_start_all_gather(Tensor shard, str group) -> Tensor", &start_all_gather);
+  m.def("_start_reduce_scatter(Tensor whole, int dim, str group) -> Tensor", &start_reduce_scatter);
   m.def(
       "_collective(Tensor input, str kind, int dim, SymInt[] send_rows, SymInt[] recv_rows, str "
       "group) -> Tensor");
