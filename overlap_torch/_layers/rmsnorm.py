@@ -9,14 +9,15 @@ from torch.compiler import is_dynamo_compiling
 
 from overlap_torch._layers.sharding import Sum
 from overlap_torch._ops import Group, composition, fakes, gemm_allreduce, group_name
+from overlap_torch._ops.collectives import USUAL_INVARIANCE
 from overlap_torch._ops.gradients import needs_recording, transforms_are_active
 
 _QUANTIZE = (None, "tensorwise", "rowwise", "blockwise")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _GRAIN, _MOST_COLUMNS = 8, 16384  # of rows that the kernels take
-# Up to this number the kernels were faster than a compiled norm after an all-reduce in all measured cases
-# (docs/serving.md).
-MOST_ROWS = 512
+# Up to this number of rows the compile pass and the integrations fuse the norm: the kernels were faster than a compiled norm after
+# an all-reduce in all measured cases (docs/serving.md). Under OVERLAP_INVARIANCE=batch a row's norm may not depend on their number.
+MOST_ROWS = 512 if USUAL_INVARIANCE == "none" else 0
 
 # The norm or its cast, the sum, and the norm that was cast.
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

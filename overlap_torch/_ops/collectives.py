@@ -57,12 +57,12 @@ def start_all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
 
 
 # The groups' first call checks it, in C++; a compiler sees a constant here.
-_USUAL_INVARIANCE = os.environ.get("OVERLAP_INVARIANCE", "none")
+USUAL_INVARIANCE = os.environ.get("OVERLAP_INVARIANCE", "none")
 
 
 def all_reduce(part: torch.Tensor, group: str, invariance: str | None) -> torch.Tensor:
     """The sum of the ranks' tensors; for ``invariance="batch"`` in float32 and in rank order, as the ops' kernels add."""
-    if (invariance or _USUAL_INVARIANCE) == "none":
+    if (invariance or USUAL_INVARIANCE) == "none":
         return wait(start_all_reduce(part, group))
     ranks = world_size(group)
     begun = start_all_gather(part.reshape(1, -1), group)

@@ -219,13 +219,23 @@ overlap_torch.gemm_allreduce(x, w)
 overlap_torch.gemm_allreduce(x, w, invariance="none")
 overlap_torch.allgather_gemm(x, w)
 print(sorted((row["op"], row["invariance"]) for row in torch.ops.overlap.plan_table()))
+from overlap_torch.integrations import _norms
+hidden = torch.ones(1, 4096, dtype=torch.bfloat16)
+with torch.no_grad():
+    print("norm:", _norms._why_not(hidden, hidden[0]))
 """
     environment = {**os.environ, "OVERLAP_INVARIANCE": "batch"}
     made = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     right = [("allgather_gemm", "none"), ("gemm_allreduce", "batch"), ("gemm_allreduce", "none")]
-    assert made.stdout.strip() == str(right)
+    # Norms are fused up to a number of rows, so that a row's bits would depend on it.
+    assert made.stdout.splitlines() == [str(right), "norm: more than 0 rows"]
+    environment["OVERLAP_INVARIANCE"] = "none"
+    made = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert made.stdout.splitlines()[1] == "norm: "
     environment["OVERLAP_INVARIANCE"] = "world"
     made = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True

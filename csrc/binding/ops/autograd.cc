@@ -1,4 +1,4 @@
-// What is recorded of a call, and its gradients: reverse mode, of any order.
+// The gradients of ops: reverse mode, of any order.
 //
 // An op is linear in its input and in its weight, so its gradients are products of the same kind. A tensor is either this
 // rank's own or replicated. A replicated tensor counts once in the differentiated function, and every rank has its whole
