@@ -197,6 +197,46 @@ def test_autograd_records_only_where_asked(failures: Failures, op: str) -> None:
         failures.equal(modes, [True, False, True, False], call)
 
 
+@every_op
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_autograd_of_one_operand_at_a_time(failures: Failures, op: str) -> None:
+    """A backward for each operand, of other gradients each: nothing that one of them communicated serves another."""
+    case = Case((4,), 3, 4, torch.float32, bias=True)
+    rank, world = place()[:2]
+    arguments = map_tensors(torch.Tensor.requires_grad_, OPS[op].arguments(case, *place()))
+    leaves = tensors_of(arguments)
+    outputs = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))
+    grads = output_gradients(op, outputs, rank)
+    right = right_gradients(op, case, world, rank_device(), 0, range(len(outputs)))
+    for i, leaf in enumerate(leaves):
+        pairs = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad]
+        used, by = zip(*((output, (i + 2) * grad) for output, grad in pairs), strict=True)
+        (found,) = torch.autograd.grad(used, leaf, by, retain_graph=True)
+        failures.expect(difference(found, (i + 2) * right[i]), op, "operand", i)
+
+
+@every_op
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_autograd_refuses_what_is_gone(failures: Failures, op: str) -> None:
+    """A second backward, and one whose operand was changed in place, as PyTorch's own operators refuse them."""
+    arguments = OPS[op].arguments(Case((4,), 3, 4, torch.float32), *place())
+    arguments = map_tensors(torch.Tensor.requires_grad_, arguments)
+
+    def backward(output: torch.Tensor) -> str:
+        return message_of(output.backward, torch.ones_like(output))
+
+    def output() -> torch.Tensor:
+        return tensors_of(OPS[op].wrapper(*arguments, group=world_name()))[0]
+
+    once = output()
+    failures.equal(backward(once), "", op)
+    failures.holds("backward through the graph a second time", backward(once), op)
+    changed = output()
+    with torch.no_grad():
+        tensors_of(arguments)[1].add_(1)
+    failures.holds("modified by an inplace operation", backward(changed), op)
+
+
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
 @every_op
