@@ -37,12 +37,16 @@ class FirstCalls:
         shapes = ((tuple(one.shape), one.dtype) for one in tensors)
         key = (op, device.type, *shapes, *others)
         self._tune_new(group, device, key)
-        if (node := _node(results)) is not None:
-            node.register_hook(lambda *_: self._tune_new(group, device, ("backward", *key)))
+        backward = ("backward", *key)
+        if backward not in self._seen_of(group) and (node := _node(results)) is not None:
+            node.register_hook(lambda *_: self._tune_new(group, device, backward))
+
+    def _seen_of(self, group: str) -> set[tuple[Any, ...]]:
+        return self._seen.setdefault(process_group(group), set())
 
     def _tune_new(self, group: str, device: torch.device, key: tuple[Any, ...]) -> None:
         """Tunes what was called since the last time, if the key is new."""
-        seen = self._seen.setdefault(process_group(group), set())
+        seen = self._seen_of(group)
         if self._busy or key in seen or _hidden(device):
             return
         seen.add(key)
