@@ -25,7 +25,7 @@ from overlap_torch._watch.drawing import OTHER as PLACE
 from overlap_torch.plan import Machine, Plan, Problem
 from overlap_torch.plan._explain import H200, chunks_of, walk
 from overlap_torch.plan._picture import WAITS
-from overlap_torch.plan.templates import row_panels
+from overlap_torch.plan.templates import hierarchical, row_panels
 from overlap_torch.plan.types import Op
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
@@ -71,6 +71,16 @@ def nccl_alone() -> Machine:
     """The same GPUs without memory that the ranks map into each other."""
     machine = copy.copy(H200)
     machine.peer_gbps = 0.0
+    return machine
+
+
+def two_hosts() -> Machine:
+    """Two such GPUs on each of two hosts, with a network of 50 GB/s for each GPU, nine tenths of which messages reach."""
+    machine = nccl_alone()
+    machine.windows = False
+    machine.link_gbps, machine.link_latency_us = 90.0, 40.0
+    machine.clique, machine.clique_gbps = 2, H200.peer_gbps
+    machine.across_gbps, machine.across_latency_us = 45.0, 20.0
     return machine
 
 
@@ -253,6 +263,37 @@ def all_to_all() -> Picture:
     )
 
 
+def hosts() -> Picture:
+    """Two hosts of two GPUs, over a network as described."""
+    problem = Problem(16384, 8192, 3584, "bfloat16", 4, Op.GEMM_ALLREDUCE)
+    machine = two_hosts()
+    how = {"kernel": "sm90_pingpong", "comm_sms": 8, "max_ctas": 8}
+    panels = [
+        panel(words, plan, machine)
+        for words, plan in (
+            (
+                "one after the other: torch.mm, then all_reduce",
+                _plan.make_sequential(problem, machine),
+            ),
+            ("the op over NCCL", row_panels(problem, 4, transport="nccl", **how)),
+            (
+                "each row between hosts once: peer memory within, NCCL's messages across",
+                hierarchical(problem, 2, 4, transport="peer", **how),
+            ),
+        )
+    ]
+    return Picture(
+        "gemm_allreduce, 16384 x 8192 x 3584, bfloat16, rank 0 of 2 x 2 H200s, 50 GB/s a GPU between hosts",
+        tuple(panels),
+        (
+            (GEMM, "GEMM"),
+            (CHUNKS[0], "communication, with the chunk's number"),
+            (PLACE, "adds up, or puts in place"),
+            ("|", "a chunk's tiles are finished"),
+        ),
+    )
+
+
 def deadlock() -> Picture:
     """A kernel of the caller's that awaits an all-gather: on all SMs, and with some set apart."""
     problem = Problem(8192, 8192, 3584, "bfloat16", 2, Op.ALLGATHER_GEMM)
@@ -316,6 +357,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "alltoall": all_to_all,
     "few_rows": few_rows,
     "deadlock": deadlock,
+    "hosts": hosts,
 }
 
 

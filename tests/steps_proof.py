@@ -233,6 +233,25 @@ def rings() -> Iterator[Case]:
             yield from variants(ring, PEERS)
 
 
+def hierarchies() -> Iterator[Case]:
+    """Ranks on several hosts: parts that are not equal, and none for the last ranks."""
+    ops = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM)
+    for (world, clique), op, chunks, lanes in itertools.product(
+        ((2, 1), (4, 2), (8, 4)), ops, (1, 3), (1, 2)
+    ):
+        uneven = 5 * (op == Op.GEMM_ALLREDUCE)
+        problem = Problem(1024 * world + uneven, 2048 - 40, 512, DType.BFLOAT16, world, op)
+        for transport in ("nccl", "gloo") if clique == 1 else ("peer", "nccl", "gloo"):
+            kernel = Kernel.LIBRARY if transport == "gloo" or chunks == 1 else Kernel.SM90_PINGPONG
+            options = {"kernel": kernel, "lanes": lanes, "transport": transport}
+            if kernel != Kernel.LIBRARY:
+                options |= {"comm_sms": 32, "max_ctas": 8}
+            plan = plans.templates.hierarchical(problem, clique, chunks, **options)
+            yield from variants(plan, MACHINES["cpu"] if transport == "gloo" else PEERS)
+    few = Problem(3, 2048, 512, DType.BFLOAT16, 4)
+    yield from variants(plans.templates.hierarchical(few, 2, transport="peer"), PEERS)
+
+
 def rows_patterns(world: int) -> Iterator[tuple[tuple[int, ...], ...]]:
     yield tuple((3000,) * world for _ in range(world))
     yield tuple(tuple((a * 5 + b * 3) % 7 * 2500 for b in range(world)) for a in range(world))
@@ -272,7 +291,7 @@ def has_short_part(case: Case) -> bool:
 def classes() -> dict[tuple, Case]:
     """One case of each structure of all ranks' steps, of the smallest problem that has it."""
     found: dict[tuple, Case] = {}
-    made = (of_candidates(covering_problems()), by_hand(), rings(), all_to_alls())
+    made = (of_candidates(covering_problems()), by_hand(), rings(), hierarchies(), all_to_alls())
     for case in itertools.chain(*made):
         key = structure(case)
         before = found.get(key)

@@ -62,7 +62,7 @@ class Run : Memory {
         call_(call),
         plan_(call.plan),
         program_(plan::has_program(plan_)),
-        in_order_(program_ || call.counters.defined()),
+        in_order_(program_ || plan::hierarchical(plan_) || call.counters.defined()),
         messages_(static_cast<size_t>(plan_.problem.world_size)) {
     for (const steps::Step& step : steps()) {
       const auto* const messages = std::get_if<steps::SendReceive>(&step.what);

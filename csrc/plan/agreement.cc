@@ -62,6 +62,19 @@ RankFacts facts_of(const Machine& machine, int32_t nccl_version, uint64_t build,
   return facts;
 }
 
+int32_t ranks_of_each_host(const std::vector<std::string>& hosts, int32_t most) {
+  const auto number_of = [&](const std::string& host) {
+    return std::count(hosts.begin(), hosts.end(), host);
+  };
+  const auto count = static_cast<size_t>(number_of(hosts.at(0)));
+  if (count > static_cast<size_t>(most) || hosts.size() % count != 0) return 1;
+  for (size_t rank = 0; rank < hosts.size(); ++rank) {
+    const bool follows = hosts[rank] == hosts[rank / count * count];
+    if (!follows || number_of(hosts[rank]) != static_cast<int64_t>(count)) return 1;
+  }
+  return static_cast<int32_t>(count);
+}
+
 Agreement agree(const Machine& own, const std::vector<RankFacts>& all) {
   Agreement result = {own, "", ""};
   Machine& machine = result.machine;

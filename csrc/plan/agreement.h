@@ -47,6 +47,10 @@ struct RankFacts {
 RankFacts facts_of(const Machine& machine, int32_t nccl_version, uint64_t build,
                    Serial serial = Serial::kNone);
 
+// Ranks on each host, by the ranks' names of their hosts: 1 where hosts have unlike numbers, more than `most`, or ranks
+// that do not follow each other.
+int32_t ranks_of_each_host(const std::vector<std::string>& hosts, int32_t most);
+
 struct Agreement {
   Machine machine;
   std::string

@@ -26,7 +26,8 @@ enum class Op : int32_t {
 // framework's GEMM: it stores each rank's rows of a chunk into that rank's memory. Their owner adds up the
 // ranks' terms beside the next chunk, and copy engines bring an all-reduce's sums to all. kOwners, for reductions over
 // kPeer: each rank's GEMM stores its partial sums into the slots of the parts' owners; an owner's epilogue adds the
-// ranks' terms up in their order and rounds once, and an all-reduce's finished tiles go to all as a ring's do. The other
+// ranks' terms up in their order and rounds once, and an all-reduce's finished tiles go to all as a ring's do. kHierarchical,
+// over any transport: ranks of a clique add up or share rows first, so that each row crosses between cliques once. The other
 // ops have one collective each, over any transport.
 enum class Collective : int32_t {
   kAllReduce = 0,
@@ -38,6 +39,7 @@ enum class Collective : int32_t {
   kDirect = 6,
   kStripes = 7,
   kOwners = 8,
+  kHierarchical = 9,
 };
 
 // An op is a GEMM with a movement of rows before or after it.

@@ -19,6 +19,12 @@ constexpr int64_t round_up_div(int64_t value, int64_t by) {
   return value / by + (value % by != 0 ? 1 : 0);
 }
 
+// As memory of the framework's is.
+constexpr int64_t aligned(int64_t bytes) {
+  constexpr int64_t kAlignment = 256;
+  return round_up_div(bytes, kAlignment) * kAlignment;
+}
+
 std::string exact(double value) {
   char text[32];
   const std::to_chars_result result = std::to_chars(text, text + sizeof(text), value);
@@ -283,17 +289,34 @@ int64_t ring_tiles(const Plan& plan) {
 }
 
 int64_t stripe_bytes(const Plan& plan) {
-  constexpr int64_t kAlignment = 256;  // as memory of the framework's has
-  const int64_t bytes = part_rows(plan) * plan.problem.n * moved_bytes(plan.problem);
-  return round_up_div(bytes, kAlignment) * kAlignment;
+  return aligned(part_rows(plan) * plan.problem.n * moved_bytes(plan.problem));
+}
+
+std::vector<int64_t> clique_rows(const Plan& plan) {
+  const bool scatters = plan.problem.traits().scatters();
+  const int64_t cliques = plan.problem.world_size / plan.clique;
+  std::vector<int64_t> all;
+  for (int32_t chunk = 0; chunk < static_cast<int32_t>(plan.chunks.size()); ++chunk) {
+    const Rows rows = chunk_rows(plan, chunk);
+    const int64_t height = rows.end - rows.begin;
+    all.push_back(scatters ? cliques * height : round_up_div(height, plan.clique));
+  }
+  return all;
+}
+
+int64_t clique_stride(const Plan& plan) {
+  const std::vector<int64_t> rows = clique_rows(plan);
+  const int64_t all = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  return aligned(all * plan.problem.n * moved_bytes(plan.problem));
 }
 
 int64_t peer_slot_bytes(const Plan& plan) {
   const Problem& problem = plan.problem;
   const int64_t ranks = problem.world_size;
   const bool all_reduces = problem.traits().all_reduces();
-  if (plan.collective == Collective::kAllGather) {
-    return buffer_elements(plan) * moved_bytes(problem);
+  if (problem.traits().gathers()) return buffer_elements(plan) * moved_bytes(problem);
+  if (hierarchical(plan)) {  // terms, and the sums of each part of a chunk
+    return (all_reduces ? 2 : 1) * plan.clique * clique_stride(plan);
   }
   if (plan.collective == Collective::kDirect) {
     // A piece from each rank, and, for all to have the sums, the sums from each.

@@ -20,6 +20,8 @@ enum class Schedule : int32_t { kSequential = 0, kOverlapped = 1 };
 
 // Ranks that can map each other's memory: as many as stand in kernels' tables of peers.
 inline constexpr int32_t kMaxPeerRanks = 8;
+// Ranks whose steps are proved together.
+inline constexpr int32_t kMaxProvedRanks = 16;
 
 // How chunks travel. kPeer: through memory that the ranks of one host map into each other, by stores
 // of the GEMM's epilogue and by copy engines, which take no SM.
@@ -83,6 +85,12 @@ struct Machine {
   // Some rank's kernels run one at a time, each before the next one is launched: nothing runs beside anything, and a kernel
   // that waits for a peer's may wait for ever.
   bool serial = false;
+  // Groups on several hosts, with as many ranks on each, one after the other, have these:
+  int32_t clique = 0;        // ranks of a host; else 0
+  double clique_gbps = 0.0;  // copies into the memory of a rank of the same host; 0: not mapped
+  double across_gbps =
+      0.0;  // NCCL's messages to another host, of all ranks at once: each rank's GB/s
+  double across_latency_us = 0.0;  // the fixed time of one
 
   std::string to_string() const;
 };
@@ -124,6 +132,9 @@ struct Plan {
   std::vector<Chunk> chunks;
   Resources resources;
   Program program;  // in place of the collective, where it has transfers
+  // Ranks that follow each other and share a host, for the collective hierarchical, and for programs over peers on several
+  // hosts; else 0.
+  int32_t clique = 0;
 
   friend bool operator==(const Plan&, const Plan&) = default;
   std::string to_string() const;
@@ -158,8 +169,27 @@ int32_t row_parts(const Plan& plan);
 // Rows of one part. An all-reduce's last part may have fewer: of a ring some, of stripes none, either.
 int64_t part_rows(const Plan& plan);
 
-// True if chunks travel through the peers' memory.
+// True if chunks travel through the peers' memory, at least within cliques.
 bool over_peers(const Plan& plan);
+
+// True if each row crosses between cliques once.
+inline bool hierarchical(const Plan& plan) {
+  return plan.collective == Collective::kHierarchical;
+}
+
+// Ranks whose memory a plan over peers maps: a clique, or all.
+inline int32_t peer_ranks(const Plan& plan) {
+  return plan.clique > 0 ? plan.clique : plan.problem.world_size;
+}
+inline bool in_one_clique(const Plan& plan, int32_t rank, int32_t other) {
+  return rank / peer_ranks(plan) == other / peer_ranks(plan);
+}
+
+// Rows of each rank's terms that a rank of its clique adds up, of a reduction with the collective hierarchical: of each
+// chunk, one after the other.
+std::vector<int64_t> clique_rows(const Plan& plan);
+// Bytes from one rank's terms to the next one's.
+int64_t clique_stride(const Plan& plan);
 
 // True if the kernel's GEMMs add up terms of the collective owners: of two ranks as a ring's, of more in registers.
 bool adds_terms(Kernel kernel, const Problem& problem);

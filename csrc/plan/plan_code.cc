@@ -11,7 +11,7 @@ namespace {
 
 // First number of every list. It changes whenever the fields or their order do, so that a list that
 // another version made is refused, not misread.
-constexpr int64_t kCodeVersion = 7;
+constexpr int64_t kCodeVersion = 8;
 
 // Numbers of an item without sequences.
 template <typename Item>
@@ -126,6 +126,10 @@ void for_each_number(const Value& value, bool shared, const Add& add) {
       if (shared && field.scope == Scope::kRank) return;
       // So a problem without scales, or fast_accum, keeps its hash from one release to the next.
       if constexpr (std::is_same_v<Value, Problem>) {
+        if (shared && field.quiet && is_usual(value, field)) return;
+      }
+      if constexpr (std::is_same_v<Value, Plan> &&
+                    std::is_same_v<std::decay_t<decltype(value.*field.member)>, int32_t>) {
         if (shared && field.quiet && is_usual(value, field)) return;
       }
       for_each_number(value.*field.member, shared, add);

@@ -152,6 +152,9 @@ struct Enumeration<Collective> {
       Member<Collective>{Collective::kOwners, "owners",
                          "of reductions over peers: each tile goes to its rows' owner, whose GEMM "
                          "adds the ranks' terms in their order"},
+      Member<Collective>{Collective::kHierarchical, "hierarchical",
+                         "ranks of a host add up or share rows first, so that each row crosses "
+                         "between hosts once; not of gemm_alltoall"},
   };
 };
 
@@ -304,6 +307,17 @@ struct Fields<Machine> {
             "whether some rank's kernels run one at a time (CUDA_LAUNCH_BLOCKING=1, debuggers): "
             "the planner then makes the sequence.",
             "", true},
+      Field{"clique", &Machine::clique, Scope::kRank,
+            "ranks of a host, where a group has several hosts with as many each, one after the "
+            "other; else 0.",
+            "", true},
+      Field{"clique_gbps", &Machine::clique_gbps, Scope::kRank,
+            "copies into the memory of a rank of the same host, GB/s; 0: it is not mapped.", "",
+            true},
+      Field{"across_gbps", &Machine::across_gbps, Scope::kRank,
+            "NCCL's messages to another host, of all ranks at once, GB/s of each.", "", true},
+      Field{"across_latency_us", &Machine::across_latency_us, Scope::kRank,
+            "fixed time of one such message, microseconds.", "", true},
   };
 };
 
@@ -454,6 +468,11 @@ struct Fields<Plan> {
             "{}"},
       Field{"program", &Plan::program, Scope::kGroup,
             "a Program, which moves the chunks where it has transfers.", ", {}", true},
+      Field{
+          "clique", &Plan::clique, Scope::kGroup,
+          "ranks of a host, of the collective hierarchical, and of programs over peers on several "
+          "hosts; else 0.",
+          " in cliques of {}", true},
   };
 };
 

@@ -120,6 +120,10 @@ class Check {
     if (!within && remote_engine && plan_.chunks[0].transport == Transport::kNccl) {
       fail("it goes by ", name(one_.by), ", the plan's chunks by nccl: take by = nccl or any");
     }
+    if (remote_engine && over_peers(plan_) && !in_one_clique(plan_, from.rank, to.rank)) {
+      fail("it goes by ", name(one_.by), " to another host, as each has ", plan_.clique,
+           " ranks: take by = nccl or any");
+    }
   }
 
   void check_memories() const {
@@ -299,8 +303,9 @@ std::vector<int32_t> rounds(const Program& program) {
 void check_program(const Plan& plan) {
   const Problem& problem = plan.problem;
   const Program& program = plan.program;
-  if (problem.world_size < 2 || problem.world_size > kMaxPeerRanks) {
-    fail("program is for ", problem.world_size, " ranks, allowed are 2 to ", kMaxPeerRanks,
+  const int32_t most = plan.clique > 0 ? kMaxProvedRanks : kMaxPeerRanks;
+  if (problem.world_size < 2 || problem.world_size > most) {
+    fail("program is for ", problem.world_size, " ranks, allowed are 2 to ", most,
          ": take a plan without a program");
   }
   if (plan.schedule != Schedule::kOverlapped || plan.layout != Layout::kRowMajor ||

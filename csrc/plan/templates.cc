@@ -110,12 +110,14 @@ Plan make_sequential(const Problem& problem, const Machine& machine) {
 Plan make_row_panels(const Problem& problem, Kernel kernel,
                      const std::vector<int32_t>& chunk_rows_of_tiles, int32_t band_rows,
                      const Resources& resources, int32_t max_ctas, Transport transport,
-                     const KernelShape& shape, std::optional<Collective> collective) {
+                     const KernelShape& shape, std::optional<Collective> collective,
+                     int32_t clique) {
   check_band_rows(band_rows);
   Plan plan = base_plan(problem, kernel, transport, shape);
   plan.schedule = Schedule::kOverlapped;
   plan.layout = Layout::kRowMajor;
   plan.collective = collective.value_or(plan.collective);
+  plan.clique = clique;
   plan.resources = resources;
   const int32_t parts = row_parts(plan);
   for (const int32_t part_rows : chunk_rows_of_tiles) {

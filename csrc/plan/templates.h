@@ -33,12 +33,12 @@ Plan make_sequential(const Problem& problem, const Machine& machine);
 // Row panels: `chunk_rows_of_tiles` are the chunks' heights in tile rows, top to bottom (they must
 // sum up to the tile grid's height, or to that of one part: such a chunk holds as many rows of each
 // part), each cut into bands of at most `band_rows` tile rows. `collective`: in place of the op's
-// own, or of a ring.
+// own, or of a ring. `clique`: of the collective hierarchical.
 Plan make_row_panels(const Problem& problem, Kernel kernel,
                      const std::vector<int32_t>& chunk_rows_of_tiles, int32_t band_rows,
                      const Resources& resources, int32_t max_ctas,
                      Transport transport = Transport::kNccl, const KernelShape& shape = {},
-                     std::optional<Collective> collective = {});
+                     std::optional<Collective> collective = {}, int32_t clique = 0);
 
 // Packed tiles, cut anywhere: `chunk_tiles` sum up to the number of tiles.
 Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_t>& chunk_tiles,

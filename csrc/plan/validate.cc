@@ -73,9 +73,50 @@ void check_kernel(const Plan& plan) {
   }
 }
 
+// Ranks of a host follow each other, and each host has as many.
+void check_cliques(const Plan& plan) {
+  const Problem& problem = plan.problem;
+  if (!hierarchical(plan) && !(has_program(plan) && over_peers(plan))) {
+    fail(
+        "plan has clique = ", plan.clique, " with the collective ", name(plan.collective),
+        ", allowed is 0: take the collective hierarchical, or a program over peer, for hosts of so "
+        "many ranks");
+  }
+  if (plan.clique < 1 || problem.world_size % plan.clique != 0 ||
+      plan.clique == problem.world_size) {
+    fail("plan has clique = ", plan.clique, " on ", problem.world_size,
+         " ranks, allowed are divisors of the number of ranks except that number itself, as each "
+         "of several hosts has as many: take the ranks of a host, or the collective ",
+         name(collective_of(problem.op)), " for ranks of one host");
+  }
+  if (over_peers(plan) && (plan.clique < 2 || plan.clique > kMaxPeerRanks)) {
+    fail("plan travels by peer within cliques of ", plan.clique, " ranks, allowed are 2 to ",
+         kMaxPeerRanks, ": take the transport nccl");
+  }
+}
+
+void check_hierarchy(const Plan& plan) {
+  constexpr int32_t kMostLanes = 2;  // beside the lanes within cliques
+  const Problem& problem = plan.problem;
+  if (problem.traits().rows_by_rank) {
+    fail("collective of ", name(problem.op),
+         " is hierarchical, allowed is all_to_all, as only sender and receiver know how many rows "
+         "they exchange: take that");
+  }
+  if (plan.schedule != Schedule::kOverlapped || plan.layout != Layout::kRowMajor ||
+      plan.resources.window || plan.resources.lanes > kMostLanes || has_program(plan)) {
+    fail("collective is hierarchical with the schedule ", name(plan.schedule), ", the layout ",
+         name(plan.layout), ", window = ", plan.resources.window, " and ", plan.resources.lanes,
+         " lanes, allowed are overlapped, row_major, no window, no program and 1 or ", kMostLanes,
+         " lanes: take those, or the collective ", name(collective_of(problem.op)));
+  }
+}
+
 // A collective that the op has. The tile grid follows from it, so this comes first.
 void check_collective_of_op(const Plan& plan) {
-  check_enum("collective", plan.collective, Collective::kOwners);
+  check_enum("collective", plan.collective, Collective::kHierarchical);
+  if (plan.clique != 0 || hierarchical(plan)) check_cliques(plan);
+  if (hierarchical(plan)) return check_hierarchy(plan);
   const bool of_peers = plan.collective >= Collective::kRing;
   const Collective own = collective_of(plan.problem.op);
   const bool all_reduces = plan.problem.traits().all_reduces();
@@ -240,7 +281,7 @@ void check_resources(const Plan& plan) {
 
 // Checks of plans that travel through the peers' memory.
 void check_peers(const Plan& plan) {
-  if (!over_peers(plan) || has_program(plan)) {
+  if (!over_peers(plan) || has_program(plan) || hierarchical(plan)) {
     if (plan.resources.one_launch) {
       fail(
           "plan has one_launch, but no GEMM's messages travel by peer: clear it, or take that "

@@ -47,9 +47,11 @@ const Schedules& peer_schedules(const Problem& problem, const Profile& profile) 
 
 void add_row_panels(Candidates& plans, const Problem& problem, Kernel kernel,
                     const Schedules& schedules, const Resources& resources, int32_t max_ctas,
-                    Transport transport, std::optional<Collective> collective = {}) {
+                    Transport transport, std::optional<Collective> collective = {},
+                    int32_t clique = 0) {
   Plan base = base_plan(problem, kernel, transport, {});
   base.collective = collective.value_or(base.collective);
+  base.clique = clique;
   const int32_t parts = row_parts(base);
   const int32_t rows = part_tile_rows(base);
   for (const std::vector<int32_t>& weights : schedules) {
@@ -69,7 +71,7 @@ void add_row_panels(Candidates& plans, const Problem& problem, Kernel kernel,
     if (heights.empty()) continue;
     const int32_t band_rows = parts == 1 ? height : std::max(kBandRows, base.cluster_m);
     plans.add(make_row_panels(problem, kernel, heights, band_rows, resources, max_ctas, transport,
-                              {}, collective),
+                              {}, collective, clique),
               std::move(family));
   }
 }
@@ -342,6 +344,23 @@ void add_gathers_by_copies(Candidates& plans, const Problem& problem, const Mach
   set_peer_sms(plans, first);
 }
 
+// Ranks on several hosts: each row crosses between hosts once. Nobody has measured these between hosts, so only the tuner
+// takes them.
+void add_hierarchical(Candidates& plans, const Problem& problem, const Machine& machine,
+                      Kernel kernel) {
+  constexpr int32_t kMostLanes = 2;
+  if (machine.clique < 2 || machine.clique_gbps <= 0.0 || !library_takes_parts(problem)) return;
+  Schedules schedules = kernel == Kernel::kLibrary ? machine.profile->schedules.library
+                                                   : schedules_of(problem, *machine.profile);
+  schedules.push_back({1});  // of few rows
+  for (const std::vector<int32_t>& pair : machine.profile->ways.slow_link) {
+    const Way way = {pair[0], std::min(pair[1], kMostLanes)};
+    if (!fits(way, machine)) continue;
+    add_row_panels(plans, problem, kernel, schedules, resources_of(way, false), way.ctas,
+                   Transport::kPeer, Collective::kHierarchical, machine.clique);
+  }
+}
+
 // Plans that nobody has measured: taken where the profile is of other machines, and offered to whoever measures.
 void add_unmeasured(Candidates& plans, const Problem& problem, const Machine& machine,
                     Kernel kernel) {
@@ -444,6 +463,7 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
   add_direct(plans, problem, machine);
   const Kernel kernel = best_kernel(problem, machine);
   const bool bears_nccl = all || library_bears_nccl(problem, machine);
+  if (all) add_hierarchical(plans, problem, machine, kernel);
   if (kernel == Kernel::kLibrary) {
     if (bears_nccl) add_gpu_library(plans, problem, machine, whole);
     add_stripes(plans, problem, machine, all);

@@ -12,10 +12,10 @@ namespace {
 using steps::Buffer;
 using steps::Where;
 
-// Buffers' numbers, and after them the ranks' slots.
-uint8_t base_number(const Where& where) {
+// Buffers' numbers, and after them the slots of the ranks from `first` on.
+uint8_t base_number(const Where& where, int32_t first) {
   if (where.buffer != Buffer::kSlot) return static_cast<uint8_t>(where.buffer);
-  return static_cast<uint8_t>(static_cast<int32_t>(Buffer::kSlot) + where.index);
+  return static_cast<uint8_t>(static_cast<int32_t>(Buffer::kSlot) + where.index - first);
 }
 static_assert(static_cast<int>(Buffer::kSlot) + kernels::kMaxPeers <=
               kernels::kMaxInterpreterBases);
@@ -36,7 +36,7 @@ void enqueue(RunState& run, const steps::WaitForPeers& step, cudaStream_t on) {
   wait_for_peers(run, run.arrivals(step.step), step.step, on);
 }
 void enqueue(RunState& run, const steps::Signal& step, cudaStream_t on) {
-  const uint32_t self = step.to_self ? 1u << run.group.rank() : 0;
+  const uint32_t self = step.to_self ? run.peers->self() : 0;
   run.peers->signal(run.peer_call, Peers::Flag::kArrived, run.peers->everyone_else() | self,
                     step.step, on);
 }
@@ -73,18 +73,22 @@ void enqueue(RunState& run, const steps::Interpret& step, cudaStream_t on) {
   params.ends_call = step.ends_call;
   params.counters = run.counters;
   const kernels::PeerTiles flags = run.transfer_flags();
-  for (int32_t peer = 0; peer < run.group.world_size(); ++peer) {
-    const int32_t behind = run.distance(run.group.rank(), peer);
+  const Clique& clique = run.peers->clique();
+  const auto place_of = [&](std::optional<int32_t> rank) {
+    return static_cast<int8_t>(rank ? *rank - clique.first : -1);
+  };
+  for (int32_t peer = 0; peer < clique.count; ++peer) {
+    const int32_t behind = run.distance(clique.place(), peer);
     params.flags[peer] =
         behind == 0 ? const_cast<uint64_t*>(flags.arrived) : flags.announce[behind - 1];
   }
   for (const steps::Half& half : step.halves) {
     kernels::InterpreterTransfer one;
     for (const Where* where : {&half.source, &half.destination}) {
-      params.bases[base_number(*where)] = run.base(*where);
+      params.bases[base_number(*where, clique.first)] = run.base(*where);
     }
-    one.source_base = base_number(half.source);
-    one.destination_base = base_number(half.destination);
+    one.source_base = base_number(half.source, clique.first);
+    one.destination_base = base_number(half.destination, clique.first);
     one.source = half.source.offset;
     one.destination = half.destination.offset;
     one.rows = half.rows;
@@ -94,8 +98,8 @@ void enqueue(RunState& run, const steps::Interpret& step, cudaStream_t on) {
     one.flag = half.flag;
     one.stream = static_cast<uint8_t>(half.stream);
     one.adds = half.adds;
-    one.from = static_cast<int8_t>(half.from.value_or(-1));
-    one.to = static_cast<int8_t>(half.to.value_or(-1));
+    one.from = place_of(half.from);
+    one.to = place_of(half.to);
     one.counter = static_cast<int16_t>(half.counter.value_or(-1));
     one.first_wait = static_cast<uint16_t>(params.waits.size());
     for (const steps::CounterWait& wait : half.waits) {

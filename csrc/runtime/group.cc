@@ -133,8 +133,8 @@ Communicator& Group::make_communicator(CommunicatorKey key, const ncclUniqueId& 
 
 void Group::prepare(const plan::Plan& plan) {
   if (plan::over_peers(plan)) {
-    (void)peers(plan::peer_slot_bytes(plan), false);
-    return;
+    (void)peers(plan, plan::peer_slot_bytes(plan), false);
+    if (!plan::hierarchical(plan)) return;
   }
   for (int chunk = 0; chunk < static_cast<int>(plan.chunks.size()); ++chunk) {
     (void)communicator(communicator_of(plan, chunk), false);
@@ -290,6 +290,20 @@ void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bo
         communicator(key, capturing).register_window(staging_->pointer(), staging_->bytes());
   }
   return staging_->pointer();
+}
+
+Peers& Group::peers(const plan::Plan& plan, int64_t slot_bytes, bool capturing,
+                    int64_t stripe_bytes) {
+  const int ranks = peers_ == nullptr ? 1 : peers_->clique().count;
+  if (ranks != 1 && ranks != plan::peer_ranks(plan)) {
+    throw Error(
+        "overlap_torch: group '" + options_.name + "' runs a plan in which " +
+        std::to_string(plan::peer_ranks(plan)) + " ranks map each other's memory, but " +
+        std::to_string(ranks) +
+        " of its ranks do: set a plan with the collective hierarchical for hosts of so many "
+        "ranks, or with the transport nccl.");
+  }
+  return peers(slot_bytes, capturing, stripe_bytes);
 }
 
 Peers& Group::peers(int64_t slot_bytes, bool capturing, int64_t stripe_bytes) {

@@ -125,6 +125,9 @@ class Group {
   // The ranks' memory of each other, with slots of so many bytes. Grows collectively, never inside a
   // capture.
   Peers& peers(int64_t slot_bytes, bool capturing, int64_t stripe_bytes = 0);
+  // The same for a plan, of whose clique's ranks they are.
+  Peers& peers(const plan::Plan& plan, int64_t slot_bytes, bool capturing,
+               int64_t stripe_bytes = 0);
 
   // The longest message of any rank's all-to-alls, in bytes, as far as the ranks have told each other: in the
   // first call, the second, the fourth, the eighth and so on. These calls are collective and block; none is inside
@@ -181,6 +184,10 @@ class Group {
   void agree_on_machine();
   bool windows_work();
   void measure_peers();
+  float measure_copies();
+  float least_of_all(float number);
+  void measure_across();
+  std::string name_of(int rank) const;
   std::vector<uint8_t> meet(const std::string& key, const std::vector<uint8_t>& brought);
   std::vector<uint8_t> await_key(const std::string& key, int peer);
   void forget(const std::string& key);
@@ -220,7 +227,8 @@ class Group {
   std::map<CommunicatorKey, std::unique_ptr<Communicator>> communicators_;
   std::unique_ptr<Staging> staging_;
   std::vector<std::unique_ptr<Staging>> outgrown_;
-  std::unique_ptr<Peers> peers_;                 // null: the ranks do not map each other's memory
+  Clique clique_;                                // the ranks on this rank's host
+  std::unique_ptr<Peers> peers_;                 // null: they do not map each other's memory
   std::unique_ptr<PeerFailures> peer_failures_;  // null: the same
   int byte_gathers_ = 0;
 

@@ -122,8 +122,8 @@ std::optional<std::string> Group::wait_failure() {
     return wait.peer == kernels::kOwnGemm
                ? "the wait for the finished tiles of chunk " + std::to_string(wait.chunk) +
                      " of its own GEMM" + deadline + counts
-               : "the wait for chunk " + std::to_string(wait.chunk) + " from rank " +
-                     std::to_string(wait.peer) + deadline + counts +
+               : "the wait for chunk " + std::to_string(wait.chunk) + " from " +
+                     name_of(clique_.first + wait.peer) + deadline + counts +
                      " That rank died, hangs, or made different calls.";
   }
   return std::nullopt;
@@ -145,6 +145,13 @@ std::optional<std::string> Group::nccl_failure() {
          " of its oldest call in flight. A rank died, or its network did.";
 }
 
+// "rank 5", and its host where there are several.
+std::string Group::name_of(int rank) const {
+  const std::string text = "rank " + std::to_string(rank);
+  if (machine_.clique == 0) return text;
+  return text + " (on host " + std::to_string(rank / machine_.clique) + ")";
+}
+
 // A peer's report: its waits have failed, and let wrong data pass.
 std::optional<Group::Told> Group::told_failure() const {
   if (peer_failures_ == nullptr) return std::nullopt;
@@ -152,7 +159,7 @@ std::optional<Group::Told> Group::told_failure() const {
   if (!told) return std::nullopt;
   const kernels::WaitFailure& wait = told->wait;
   const std::string chunk = "chunk " + std::to_string(wait.chunk);
-  const std::string rank = "rank " + std::to_string(told->rank) + " has failed";
+  const std::string rank = name_of(clique_.first + told->rank) + " has failed";
   if (wait.peer == kFoundByHost) {
     return Told{rank + " in or after " + chunk +
                     " of a call, and what it sent since is not right. Its own error says why.",
@@ -167,7 +174,7 @@ std::optional<Group::Told> Group::told_failure() const {
   const std::string of = wait.peer == kCallersKernel ? "the arrival of " + chunk
                          : wait.peer == kernels::kOwnGemm
                              ? "the finished tiles of " + chunk
-                             : chunk + " from rank " + std::to_string(wait.peer);
+                             : chunk + " from " + name_of(clique_.first + wait.peer);
   return Told{
       rank + ", and what it sent since is not right: its wait for " + of + " passed its deadline.",
       true};

@@ -73,31 +73,47 @@ void Group::measure_link() {
   machine_.link_gbps = (kLargeBytes - kSmallBytes) / ((large_us - small_us) * 1e3);
 }
 
-// Finds out whether the ranks map each other's memory, and how fast copies into it are.
+// Finds out which ranks map each other's memory, and how fast copies into it are.
 void Group::measure_peers() {
   constexpr int64_t kBytes = int64_t{1} << 25;
-  constexpr int kRepeats = 5;
   const auto all_gather = [this](const std::vector<uint8_t>& own) { return all_gather_bytes(own); };
   const auto wanted = static_cast<uint8_t>(options_.peers);
   const std::vector<uint8_t> all = all_gather({wanted, wanted});
+  clique_ = find_clique(all_gather, options_.rank, kernels::kMaxPeers);
   if (std::find(all.begin(), all.end(), 0) != all.end()) return;
-  peers_ = Peers::make(all_gather, options_.rank, options_.world_size, device_.side[0].get());
+  peers_ = Peers::make(all_gather, clique_, device_.side[0].get());
   if (peers_ == nullptr) return;
-  float gbps = 0.0f;
   try {
     peers_->reserve(kBytes);
   } catch (const Error&) {
     peers_.reset();
     return;
   }
+  // The slowest rank's on all of them, so that they plan alike.
+  const float gbps = least_of_all(measure_copies());
+  peer_failures_ = std::make_unique<PeerFailures>(peers_->failures(), peers_->failures_of_peers(),
+                                                  report_.get());
+  if (clique_.count == options_.world_size) {
+    machine_.peer_gbps = gbps;
+    return;
+  }
+  machine_.clique = clique_.count;
+  machine_.clique_gbps = gbps;
+  measure_across();
+}
+
+// From one slot into another: nobody reads there. To each rank in turn, as neighbours may be bridged and others not:
+// what plans move to all is as slow as the slowest way.
+float Group::measure_copies() {
+  constexpr int64_t kBytes = int64_t{1} << 25;
+  constexpr int kRepeats = 5;
+  float gbps = 0.0f;
   const cudaStream_t stream = device_.side[0].get();
-  // From one slot into another: nobody reads there. To each rank in turn, as neighbours may be bridged and others not:
-  // what plans move to all is as slow as the slowest way.
-  char* source = peers_->slot({.slot = 0}, options_.rank);
+  char* const source = peers_->slot({.slot = 0}, options_.rank);
   Event begin(cudaEventDefault);
   Event end(cudaEventDefault);
-  for (int distance = 1; distance < options_.world_size; ++distance) {
-    const int peer = (options_.rank + distance) % options_.world_size;
+  for (int distance = 1; distance < clique_.count; ++distance) {
+    const int peer = clique_.first + (clique_.place() + distance) % clique_.count;
     char* const destination = peers_->slot({.slot = 1}, peer);
     float best = 0.0f;
     for (int repeat = 0; repeat < kRepeats; ++repeat) {
@@ -110,18 +126,53 @@ void Group::measure_peers() {
     }
     gbps = distance == 1 ? best : std::min(gbps, best);
   }
-  // The slowest rank's on all of them, so that they plan alike.
-  std::vector<uint8_t> bytes(sizeof(gbps));
-  std::memcpy(bytes.data(), &gbps, sizeof(gbps));
+  return gbps;
+}
+
+// Each rank sends to its counterpart on the next host, and receives from the one before: all of a host's links at once.
+void Group::measure_across() {
+  constexpr size_t kSmallBytes = size_t{1} << 14;
+  constexpr size_t kLargeBytes = size_t{1} << 24;
+  constexpr int kRepeats = 5;
+  const int next = (options_.rank + clique_.count) % options_.world_size;
+  const int before = (options_.rank + options_.world_size - clique_.count) % options_.world_size;
+  const cudaStream_t stream = device_.side[0].get();
+  char* const own = peers_->slot({.slot = 0}, options_.rank);
+  char* const received = peers_->slot({.slot = 1}, options_.rank);
+  Event begin(cudaEventDefault);
+  Event end(cudaEventDefault);
+  const auto median_us = [&](size_t bytes) {
+    std::vector<double> times;
+    for (int repeat = 0; repeat < kRepeats; ++repeat) {
+      begin.record(stream);
+      communicator({}, false).send_receive({{next, own, bytes}}, {{before, received, bytes}},
+                                           stream);
+      end.record(stream);
+      await(stream);
+      times.push_back(elapsed_us(begin, end));
+    }
+    std::sort(times.begin(), times.end());
+    return times[kRepeats / 2];
+  };
+  (void)median_us(kLargeBytes);  // connects them
+  const double small_us = median_us(kSmallBytes);
+  const double large_us = std::max(median_us(kLargeBytes), small_us + 1.0);
+  const auto gbps = static_cast<float>((kLargeBytes - kSmallBytes) / ((large_us - small_us) * 1e3));
+  machine_.across_gbps = least_of_all(gbps);
+  machine_.across_latency_us = -least_of_all(static_cast<float>(-small_us));
+}
+
+// The least of all ranks' numbers. Collective.
+float Group::least_of_all(float number) {
+  std::vector<uint8_t> bytes(sizeof(number));
+  std::memcpy(bytes.data(), &number, sizeof(number));
   bytes = all_gather_bytes(bytes);
-  for (int rank = 0; rank < options_.world_size; ++rank) {
+  for (size_t at = 0; at < bytes.size(); at += sizeof(number)) {
     float theirs = 0.0f;
-    std::memcpy(&theirs, bytes.data() + sizeof(theirs) * static_cast<size_t>(rank), sizeof(theirs));
-    gbps = std::min(gbps, theirs);
+    std::memcpy(&theirs, bytes.data() + at, sizeof(theirs));
+    number = std::min(number, theirs);
   }
-  machine_.peer_gbps = gbps;
-  peer_failures_ = std::make_unique<PeerFailures>(peers_->failures(), peers_->failures_of_peers(),
-                                                  report_.get());
+  return number;
 }
 
 // Ranks that plan differently wait for each other until their deadline. Power limits, drivers and clocks may differ: all

@@ -1,14 +1,33 @@
 #include "runtime/peer_memory.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <string_view>
+
+#include "plan/agreement.h"
 
 namespace overlap::runtime {
 
 std::array<char, 40> host_id() {
   std::array<char, 40> id = {};
+  if (const char* const named = std::getenv("OVERLAP_HOST_ID"); named != nullptr) {
+    std::string_view(named).copy(id.data(), id.size());
+    return id;
+  }
   std::ifstream("/proc/sys/kernel/random/boot_id").read(id.data(), id.size());
   return id;
+}
+
+Clique find_clique(const ByteAllGather& all_gather, int rank, int most) {
+  const std::array<char, 40> own = host_id();
+  const std::vector<uint8_t> all = all_gather(std::vector<uint8_t>(own.begin(), own.end()));
+  std::vector<std::string> hosts;
+  for (size_t at = 0; at < all.size(); at += own.size()) {
+    hosts.emplace_back(reinterpret_cast<const char*>(all.data() + at), own.size());
+  }
+  const int count = plan::ranks_of_each_host(hosts, most);
+  return {rank / count * count, count, rank};
 }
 
 namespace {
@@ -31,17 +50,16 @@ Answer answer_of(cudaError_t error) {
 
 }  // namespace
 
-std::unique_ptr<PeerMemory> PeerMemory::make(const ByteAllGather& all_gather, int rank,
-                                             int world_size, int64_t bytes, cudaStream_t stream,
-                                             std::string* why) {
-  std::unique_ptr<PeerMemory> memory(new PeerMemory(rank, world_size, bytes));
+std::unique_ptr<PeerMemory> PeerMemory::make(const ByteAllGather& all_gather, const Clique& clique,
+                                             int64_t bytes, cudaStream_t stream, std::string* why) {
+  std::unique_ptr<PeerMemory> memory(new PeerMemory(clique, bytes));
   Answer answer = answer_of(memory->map(all_gather, stream));
   // A region that works between some ranks only is one that no rank may use.
   std::vector<uint8_t> own(sizeof(answer));
   std::memcpy(own.data(), &answer, sizeof(answer));
   const std::vector<uint8_t> answers = all_gather(own);
-  for (int of = 0; of < world_size; ++of) {
-    std::memcpy(&answer, answers.data() + static_cast<size_t>(of) * sizeof(answer), sizeof(answer));
+  for (size_t of = 0; of < answers.size() / sizeof(answer); ++of) {
+    std::memcpy(&answer, answers.data() + of * sizeof(answer), sizeof(answer));
     if (answer.error == cudaSuccess) continue;
     if (memory != nullptr && why != nullptr) {
       *why = "on rank " + std::to_string(of) + ", whose device has " +
@@ -68,7 +86,7 @@ cudaError_t PeerMemory::map(const ByteAllGather& all_gather, cudaStream_t stream
   const auto and_then = [&error](auto&& next) {
     if (error == cudaSuccess) error = next();
   };
-  addresses_[static_cast<size_t>(rank_)] = static_cast<char*>(own);
+  addresses_[static_cast<size_t>(clique_.place())] = static_cast<char*>(own);
   and_then([&] { return cudaMemsetAsync(own, 0, static_cast<size_t>(bytes_), stream); });
   and_then([&] { return cudaStreamSynchronize(stream); });
   and_then([&] { return cudaIpcGetMemHandle(&offer.handle, own); });
@@ -77,8 +95,9 @@ cudaError_t PeerMemory::map(const ByteAllGather& all_gather, cudaStream_t stream
   std::memcpy(value.data(), &offer, sizeof(offer));
   const std::vector<uint8_t> offers = all_gather(value);
   for (size_t peer = 0; peer < addresses_.size(); ++peer) {
-    if (static_cast<int>(peer) == rank_) continue;
-    std::memcpy(&offer, offers.data() + peer * sizeof(offer), sizeof(offer));
+    if (static_cast<int>(peer) == clique_.place()) continue;
+    const size_t number = static_cast<size_t>(clique_.first) + peer;
+    std::memcpy(&offer, offers.data() + number * sizeof(offer), sizeof(offer));
     if (offer.works == 0) return error;  // and says so itself
     void* address = nullptr;
     and_then([&] {
@@ -94,7 +113,7 @@ PeerMemory::~PeerMemory() {
   if (leaked_) return;
   for (size_t peer = 0; peer < addresses_.size(); ++peer) {
     if (addresses_[peer] == nullptr) continue;
-    if (static_cast<int>(peer) == rank_) {
+    if (static_cast<int>(peer) == clique_.place()) {
       cudaFree(addresses_[peer]);
     } else {
       cudaIpcCloseMemHandle(addresses_[peer]);

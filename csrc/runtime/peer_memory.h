@@ -16,35 +16,49 @@ namespace overlap::runtime {
 using ByteAllGather = std::function<std::vector<uint8_t>(const std::vector<uint8_t>& own)>;
 
 // The same for all processes of a host, since it was booted; zeros where the kernel does not say. A
-// handle names processes by number, and must not meet a process of the same number elsewhere.
+// handle names processes by number, and must not meet a process of the same number elsewhere. Tests name hosts
+// themselves, by OVERLAP_HOST_ID.
 std::array<char, 40> host_id();
+
+// The ranks that map each other's memory, one after the other, and this rank among them.
+struct Clique {
+  int first = 0;
+  int count = 1;
+  int rank = 0;  // in the group
+
+  int place() const { return rank - first; }
+};
+
+// This rank's clique: the ranks on its host. One rank where hosts have unlike numbers of ranks, more than map each other,
+// or ranks that do not follow each other. Collective.
+Clique find_clique(const ByteAllGather& all_gather, int rank, int most);
 
 // One allocation on each rank, mapped by all others through CUDA IPC: no communicator is needed, and
 // where it does not work (another host, no peer access, one process for several ranks) the calls
 // fail without harm, so that trying is asking.
 class PeerMemory {
  public:
-  // Collective. Null on all ranks if any of them cannot map the memory of any other, and `why` says the
-  // same on all. The memory is zeroed on the stream, which is synchronised.
-  static std::unique_ptr<PeerMemory> make(const ByteAllGather& all_gather, int rank, int world_size,
+  // Collective. Null on all ranks of the group if any of them cannot map the memory of any other of its clique, and `why`
+  // says the same on all. The memory is zeroed on the stream, which is synchronised.
+  static std::unique_ptr<PeerMemory> make(const ByteAllGather& all_gather, const Clique& clique,
                                           int64_t bytes, cudaStream_t stream,
                                           std::string* why = nullptr);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
-  char* of(int rank) const { return addresses_[static_cast<size_t>(rank)]; }
+  char* of(int place) const { return addresses_[static_cast<size_t>(place)]; }  // in the clique
   int64_t bytes() const { return bytes_; }
 
   // Leaves the memory to the process: peers may still access it.
   void leak() { leaked_ = true; }
 
  private:
-  PeerMemory(int rank, int world_size, int64_t bytes)
-      : rank_(rank), bytes_(bytes), addresses_(static_cast<size_t>(world_size)) {}
+  PeerMemory(const Clique& clique, int64_t bytes)
+      : clique_(clique), bytes_(bytes), addresses_(static_cast<size_t>(clique.count)) {}
   cudaError_t map(const ByteAllGather& all_gather, cudaStream_t stream);
 
-  int rank_ = 0;
+  Clique clique_;
   int64_t bytes_ = 0;
   bool leaked_ = false;
   std::vector<char*> addresses_;  // null: not mapped

@@ -44,15 +44,20 @@ static_assert(plan::kMaxPeerRanks == kernels::kMaxPeers);
 
 }  // namespace
 
-Peers::Peers(ByteAllGather all_gather, int rank, int world_size, cudaStream_t stream)
-    : all_gather_(std::move(all_gather)), rank_(rank), world_size_(world_size), stream_(stream) {}
+Peers::Peers(ByteAllGather all_gather, const Clique& clique, cudaStream_t stream)
+    : all_gather_(std::move(all_gather)),
+      clique_(clique),
+      rank_(clique.place()),
+      world_size_(clique.count),
+      stream_(stream) {}
 
-std::unique_ptr<Peers> Peers::make(ByteAllGather all_gather, int rank, int world_size,
+std::unique_ptr<Peers> Peers::make(ByteAllGather all_gather, const Clique& clique,
                                    cudaStream_t stream) {
+  const int world_size = clique.count;
   if (world_size < 2 || world_size > kernels::kMaxPeers) return nullptr;
-  std::unique_ptr<Peers> peers(new Peers(std::move(all_gather), rank, world_size, stream));
+  std::unique_ptr<Peers> peers(new Peers(std::move(all_gather), clique, stream));
   peers->flags_ = PeerMemory::make(
-      peers->all_gather_, rank, world_size,
+      peers->all_gather_, clique,
       kFlagBytes + kTileFlagBytes + (world_size - 1) * 2 * low_latency_buffer(world_size), stream);
   return peers->flags_ != nullptr ? std::move(peers) : nullptr;
 }
@@ -97,7 +102,7 @@ void Peers::reserve(int64_t slot_bytes) {
   int64_t rounded = kMinSlotBytes;
   while (rounded < slot_bytes) rounded *= 2;
   std::string why;
-  auto larger = PeerMemory::make(all_gather_, rank_, world_size_, 2 * rounded, stream_, &why);
+  auto larger = PeerMemory::make(all_gather_, clique_, 2 * rounded, stream_, &why);
   if (larger == nullptr) {
     throw Error(
         "overlap_torch: the ranks cannot map " + std::to_string(2 * rounded) +

@@ -23,6 +23,9 @@ namespace overlap::runtime {
 // How often a slot was used is counted on the device, so that the replay of a graph counts, too; all
 // flags exist once for each slot.
 //
+// All ranks of a group, or those of a clique, map each other's memory. Ranks in a clique count as masks, flags and
+// reports of waits have them: from its first rank on.
+//
 //   flags of rank r, one of each kind for every rank, written by that rank:
 //     arrived    rows that are final have been copied here
 //     ended      that rank has read all that was written to its slot for a call
@@ -34,7 +37,7 @@ class Peers {
 
   // Collective. Null on all ranks where memory cannot be mapped. The stream is used, and
   // synchronised, whenever memory is made.
-  static std::unique_ptr<Peers> make(ByteAllGather all_gather, int rank, int world_size,
+  static std::unique_ptr<Peers> make(ByteAllGather all_gather, const Clique& clique,
                                      cudaStream_t stream);
   // Waits a moment for peers that still write to this rank's memory, and leaves it to the process if
   // they do not come to an end. Does not wait after leak().
@@ -62,9 +65,9 @@ class Peers {
   // `hash`: of the call's plan.
   Call next_call(bool hears_all, std::optional<unsigned long long> capture, uint64_t hash);
 
-  // The slot of a call in the memory of `rank`.
+  // The slot of a call in the memory of `rank` of the group.
   char* slot(const Call& call, int rank) const {
-    return slots_->of(rank) + call.slot * slot_bytes_;
+    return slots_->of(rank - clique_.first) + call.slot * slot_bytes_;
   }
 
   // Announces a step of the call to all peers of the mask, after what the stream did before.
@@ -101,7 +104,9 @@ class Peers {
   kernels::UnitPeers low_latency(uint64_t hash) const;
   static constexpr int64_t kLowLatencyBytes = int64_t{1} << 22;
 
-  uint32_t everyone_else() const { return ((1u << world_size_) - 1) & ~(1u << rank_); }
+  const Clique& clique() const { return clique_; }
+  uint32_t self() const { return 1u << rank_; }
+  uint32_t everyone_else() const { return ((1u << world_size_) - 1) & ~self(); }
 
   int64_t bytes() const;
   // Leaves all memory to the process: peers that failed may still write to it, and so may a graph.
@@ -111,7 +116,7 @@ class Peers {
  private:
   static constexpr int kSlots = 2;
 
-  Peers(ByteAllGather all_gather, int rank, int world_size, cudaStream_t stream);
+  Peers(ByteAllGather all_gather, const Clique& clique, cudaStream_t stream);
   uint64_t* flag(int slot, Flag flag, int owner, int writer) const;
   kernels::PeerSignalParams signal_params(const Call& call, Flag flag, uint32_t ranks,
                                           int step) const;
@@ -119,7 +124,8 @@ class Peers {
   uint64_t* calls_ended(int slot) const;  // own memory, as all that follow
 
   ByteAllGather all_gather_;
-  int rank_ = 0;
+  Clique clique_;
+  int rank_ = 0;  // in the clique, as all that follow
   int world_size_ = 1;
   cudaStream_t stream_ = nullptr;
   std::unique_ptr<PeerMemory> flags_;

@@ -80,8 +80,8 @@ class Run {
           static_cast<char*>(run_.group.staging(one.bytes, keys, run_.capture.has_value()));
     }
     if (run_.list.over_peers) {
-      run_.peers =
-          &run_.group.peers(run_.list.slot_bytes, run_.capture.has_value(), run_.list.stripe_bytes);
+      run_.peers = &run_.group.peers(run_.plan, run_.list.slot_bytes, run_.capture.has_value(),
+                                     run_.list.stripe_bytes);
       if (run_.list.takes_slot) {
         run_.peer_call =
             run_.peers->next_call(run_.list.hears_all, run_.capture, run_.list.communication);

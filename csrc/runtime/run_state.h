@@ -106,8 +106,10 @@ struct RunState {
   }
   // The flags of a program, by number, the same in all ranks' memory.
   kernels::PeerTiles transfer_flags() const { return with_deadline(peers->tiles(peer_call, 0)); }
+  // Ranks whose memory is mapped are so far apart.
   int32_t distance(int32_t from, int32_t to) const {
-    return (to - from + group.world_size()) % group.world_size();
+    const int32_t ranks = peers->clique().count;
+    return (to - from + ranks) % ranks;
   }
 
   Group& group;

@@ -55,9 +55,9 @@ Plan.plot = plot  # type: ignore[method-assign]
 # Names that moved out of this module, by the module that has them now.
 _MOVED = {
     files: "decode encode from_dict from_json load save schema to_dict to_json",
-    programs: "Area Editor Program Rectangle Region Transfer double_ring edit from_msccl from_mscclpp hierarchical one_shot "
-    "ring two_shot",
-    templates: "at_once make_all_to_all make_plan make_sequential packed row_panels smem_pad_bytes",
+    programs: "Area Editor Program Rectangle Region Transfer double_ring edit from_msccl from_mscclpp one_shot ring "
+    "two_shot",
+    templates: "at_once hierarchical make_all_to_all make_plan make_sequential packed row_panels smem_pad_bytes",
     types: "BAND_ROWS MAX_BAND_RUNS MAX_CHUNKS BandRun Chunk Collective DType Engine Explanation Invariance Kernel Layout Memory Op "
     "Prediction Recipe Resources Schedule Transport Way",
 }

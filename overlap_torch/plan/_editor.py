@@ -73,6 +73,7 @@ class Editor:
         transport: Transport | str | None = None,
         comm_sms: int | None = None,
         max_ctas: int = 0,
+        ranks_per_host: int = 0,
     ) -> None:
         self.problem = problem
         self.world = problem.world_size
@@ -81,6 +82,8 @@ class Editor:
         self.over_peers = transport is not None and (
             enum_member(Transport, transport) == Transport.PEER
         )
+        # Messages know no hosts.
+        self._clique = ranks_per_host if self.over_peers else 0
         # Here plans for NCCL's chunks are over peers, which makes the checks refuse them without a program.
         transport = Transport.NCCL if self.over_peers else transport
         if comm_sms is None:
@@ -227,6 +230,7 @@ class Editor:
         if self.over_peers:
             made.chunks = [Chunk(one.tiles, Transport.PEER, one.max_ctas) for one in made.chunks]
         made.program = self.program()
+        made.clique = self._clique
         _plan.validate(made)
         return made
 

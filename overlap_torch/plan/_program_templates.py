@@ -1,4 +1,4 @@
-"""Common programs for any op: rings, one and two shots, and a hierarchy of hosts."""
+"""Common programs for any op: rings, one and two shots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def ring(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 
     Args:
         chunks: the number of pieces of each rank's part of the rows, which go round one after the other.
-        how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as in ``plan.programs.edit``.
+        how: ``tile``, ``kernel``, ``transport``, ``comm_sms``, ``max_ctas`` and ``ranks_per_host`` as in
+            ``plan.programs.edit``.
 
     Raises:
         ValueError: ``gemm_alltoall``, because only sender and receiver know its rows; or a plan that cannot run.
@@ -69,34 +70,13 @@ def two_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
     return p.plan()
 
 
-def hierarchical(problem: Problem, ranks_per_host: int, chunks: int = 1, **how: Any) -> Plan:
-    """Sums within each host first, so that only one rank's share of them crosses between hosts.
-
-    Ranks are numbered host by host. ``gemm_alltoall`` sends its messages directly, those within a host first. With
-    ``transport="peer"`` ranks of a host communicate over peers, by copy engine, and hosts by NCCL.
-
-    Args:
-        ranks_per_host: a divisor of the number of ranks.
-        chunks: as in :func:`ring`, like the other arguments.
-    """
-    world = problem.world_size
-    if not 1 <= ranks_per_host <= world or world % ranks_per_host != 0:
-        raise ValueError(
-            f"ranks_per_host is {ranks_per_host}, allowed are divisors of the {world} ranks: give hosts equal numbers"
-        )
-    p = Editor(problem, **how)
-    for share in p.chunks(chunks):
-        _by_hosts(p, ranks_per_host, share)
-    return p.plan()
-
-
 # --- parts ----------------------------------------------------------------------------------------------------
 
 
 def _editor(name: str, problem: Problem, how: dict[str, Any]) -> Editor:
     if problem.op == Op.GEMM_ALLTOALL:
         raise ValueError(
-            f"{name} does not take gemm_alltoall, whose rows go straight to their rank: take one_shot or hierarchical"
+            f"{name} does not take gemm_alltoall, whose rows go straight to their rank: take one_shot"
         )
     return Editor(problem, **how)
 
@@ -140,59 +120,3 @@ def _to_all(p: Editor, share: Share) -> None:
             p.push(p.message(to, share), to=to)
         else:
             p.push(p.part(p.rank, share), to=to)
-
-
-def _by_hosts(p: Editor, size: int, share: Share) -> None:
-    op = p.problem.op
-    hosts = p.world // size
-    first = p.rank // size * size  # of this rank's own host
-    within = [first + (p.rank + distance) % size for distance in range(1, size)]
-    across = [p.rank + distance * size for distance in range(1, hosts)]
-    near, far = ("copy_engine", "nccl") if p.over_peers and hosts > 1 else ("any", "any")
-    if op == Op.GEMM_ALLTOALL:
-        for to in within:
-            p.push(p.message(to, share), to=to, by=near)
-        for to in _all_across(p, size, hosts):
-            p.push(p.message(to, share), to=to, by=far)
-    elif op == Op.ALLGATHER_GEMM:
-        for to in across:
-            p.push(p.part(p.rank, share), to=to, by=far)
-        for to in within:
-            for host in range(hosts):
-                # A rank's own rows need not wait for other hosts' rows.
-                p.push(p.part((p.rank + host * size), share), to=to, by=near)
-    elif op == Op.GEMM_REDUCESCATTER:
-        for host in range(1, hosts + 1):
-            for to in within:
-                p.push(p.part(to + host * size, share), to=to, reduce=True, by=near)
-            if host < hosts:
-                to = p.rank + host * size
-                p.push(p.part(to, share), to=to, reduce=True, by=far)
-    else:
-        own = p.product.part(p.rank % size, size).chunk(share)
-        for to in within:
-            part = p.product.part(to % size, size).chunk(share)
-            p.push(part, to=to, reduce=True, by=near)
-        _sum_across(p, own, size, hosts, far)
-        for to in within:
-            p.push(own, to=to, by=near)
-
-
-def _all_across(p: Editor, size: int, hosts: int) -> list:
-    """Ranks of other hosts, each at a different distance from every rank."""
-    return [
-        (p.rank // size + host) % hosts * size + (p.rank + distance) % size
-        for host in range(1, hosts)
-        for distance in range(size)
-    ]
-
-
-def _sum_across(p: Editor, own: Area, size: int, hosts: int, by: str) -> None:
-    """Sums the ``own`` of the ranks with one place in all hosts: one host adds up each part, in the hosts' order of
-    arrival, and sends it to the others."""
-    host = p.rank // size
-    for distance in range(1, hosts):
-        to = p.rank + distance * size
-        p.push(own.part(host + distance, hosts), to=to, reduce=True, by=by)
-    for distance in range(1, hosts):
-        p.push(own.part(host, hosts), to=p.rank + distance * size, by=by)

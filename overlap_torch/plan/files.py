@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 # The version of the fields (csrc/plan/plan_fields.h): a release with other fields has another version. A plan's program
-# has its own version, and is left out if there is none.
+# has its own version, and is left out if there is none, as the ranks of a host are.
 _VERSION = 1
 _PROGRAM_VERSION = 1
 
@@ -38,6 +38,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         del data["program"]
     else:
         data["program"] = {"version": _PROGRAM_VERSION, **data["program"]}
+    if plan.clique == 0:
+        del data["clique"]
     return data
 
 
@@ -50,7 +52,7 @@ def from_dict(data: dict[str, Any]) -> Plan:
     if isinstance(program, dict):
         program = _without_version("program", program, _PROGRAM_VERSION)
     try:
-        plan = _read("plan", Plan, {**data, "program": program})
+        plan = _read("plan", Plan, {"clique": 0, **data, "program": program})
     except TypeError as error:
         raise ValueError(f"plan has a field of a wrong type or range: {error}") from error
     validate(plan)
@@ -63,7 +65,8 @@ def schema() -> dict[str, Any]:
     for data, version in ((made, _VERSION), (made["properties"]["program"], _PROGRAM_VERSION)):
         data["properties"]["version"] = {"const": version}
         data["required"].append("version")
-    made["required"].remove("program")
+    for name in ("program", "clique"):
+        made["required"].remove(name)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
 

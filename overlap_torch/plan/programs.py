@@ -8,7 +8,6 @@ from overlap_torch.plan._imports.msccl import from_msccl
 from overlap_torch.plan._imports.mscclpp import from_mscclpp
 from overlap_torch.plan._program_templates import (
     double_ring,
-    hierarchical,
     one_shot,
     ring,
     two_shot,
@@ -25,7 +24,6 @@ __all__ = [
     "edit",
     "from_msccl",
     "from_mscclpp",
-    "hierarchical",
     "one_shot",
     "ring",
     "two_shot",
@@ -40,6 +38,7 @@ def edit(
     transport: Transport | str | None = None,
     comm_sms: int | None = None,
     max_ctas: int = 0,
+    ranks_per_host: int = 0,
 ) -> Editor:
     """Yields an editor, in which you write a plan's communication transfer by transfer; one program for all ranks::
 
@@ -50,7 +49,8 @@ def edit(
                     p.push(part, to=p.rank + 1, reduce=True, needs=[p.tiles(part), p.arrived(part)])
         ring = p.plan()
 
-    ``problem`` is for 2 to 8 ranks. ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` are as in
+    ``problem`` is for 2 to 8 ranks, or up to 16 on several hosts: ``ranks_per_host`` says how many ranks of each host map
+    each other's memory, and over ``peer`` NCCL's messages go between hosts. ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` are as in
     :func:`row_panels`; ``allgather_gemm`` and ``gemm_alltoall`` compute by ``library``. Over ``peer``, ``max_ctas`` is the
     number of CTAs that move data, for all streams (0: 16). ``comm_sms`` None leaves them this number of SMs beside a
     kernel. docs/plans.md tells more.
@@ -59,5 +59,11 @@ def edit(
         ValueError: arguments with which the problem can have no plan. ``p.plan()`` finds faults of the transfers.
     """
     return Editor(
-        problem, tile=tile, kernel=kernel, transport=transport, comm_sms=comm_sms, max_ctas=max_ctas
+        problem,
+        tile=tile,
+        kernel=kernel,
+        transport=transport,
+        comm_sms=comm_sms,
+        max_ctas=max_ctas,
+        ranks_per_host=ranks_per_host,
     )

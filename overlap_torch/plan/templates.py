@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from overlap_torch import _plan
 from overlap_torch._kernels import occupancy
@@ -25,6 +26,7 @@ from overlap_torch.plan._names import enum_member, enum_name
 
 __all__ = [
     "at_once",
+    "hierarchical",
     "make_all_to_all",
     "make_plan",
     "make_sequential",
@@ -50,6 +52,7 @@ def row_panels(
     transport: Transport | str | None = None,
     tile: tuple[int, int] | None = None,
     collective: Collective | str | None = None,
+    ranks_per_host: int = 0,
 ) -> Plan:
     """An overlapped plan with chunks that are row panels of the plain output, so nothing is reordered.
 
@@ -76,7 +79,8 @@ def row_panels(
         collective: None: the op's own; over ``peer``, reductions take ``ring``, which has one chunk. ``stripes`` is for
             reductions over ``peer`` by ``library``, in any number of chunks: a launch for each rank's rows of a chunk
             stores them into that rank's memory, and the rank adds them up beside the next chunk. Over ``gloo`` messages do
-            the same.
+            the same. ``hierarchical`` is :func:`hierarchical`'s.
+        ranks_per_host: of the collective ``hierarchical``.
 
     Raises:
         ValueError: a plan that could not run; the message says what is allowed.
@@ -88,7 +92,8 @@ def row_panels(
     )
     transport = _transport(transport, kernel, resources, max_ctas)
     shape = _shape(kernel, transport, tile)
-    owned = transport == Transport.PEER or collective == Collective.STRIPES
+    levels = collective == Collective.HIERARCHICAL
+    owned = (transport == Transport.PEER and not levels) or collective == Collective.STRIPES
     parts = problem.world_size if owned else problem.row_parts
     whole_clusters = problem.op == Op.ALLGATHER_GEMM or owned
     grain = shape.cluster_m // (1 if whole_clusters else math.gcd(shape.cluster_m, parts))
@@ -98,7 +103,46 @@ def row_panels(
         band_rows = max(shape.cluster_m, min([BAND_ROWS, *(parts * height for height in heights)]))
         band_rows -= band_rows % shape.cluster_m
     return _plan.make_row_panels(
-        problem, kernel, heights, band_rows, resources, max_ctas, transport, shape, collective
+        problem,
+        kernel,
+        heights,
+        band_rows,
+        resources,
+        max_ctas,
+        transport,
+        shape,
+        collective,
+        ranks_per_host,
+    )
+
+
+def hierarchical(
+    problem: Problem, ranks_per_host: int, chunks: int | Sequence[int] = 1, **how: Any
+) -> Plan:
+    """A plan for ranks on several hosts, in which each row crosses between hosts once.
+
+    A reduction's chunk is added up within each host first: each rank of a host adds up its share. Then ranks with the same
+    place on their hosts add up these sums, and an all-reduce brings the results to all ranks of the host. An all-gather goes
+    the other way round. Sums are in the ranks' order, in float32, and rounded once on each host and once between hosts.
+
+    Args:
+        problem: of ``gemm_allreduce``, ``gemm_reducescatter`` or ``allgather_gemm``. Ranks are numbered host by host.
+        ranks_per_host: a divisor of the number of ranks, less than that number; over ``peer`` 2 to 8.
+        chunks: as in :func:`row_panels`.
+        how: the other arguments of :func:`row_panels`. With the transport ``peer`` copy engines move rows within a host, and
+            NCCL's messages, of ``max_ctas`` CTAs, between hosts. With ``nccl`` and ``gloo`` messages do both. ``lanes`` is the
+            number of chunks between hosts at a time, 1 or 2.
+
+    Raises:
+        ValueError: a plan that could not run; the message says what is allowed.
+    """
+    if problem.op == Op.GEMM_ALLTOALL:
+        raise ValueError(
+            "hierarchical does not take gemm_alltoall, whose rows go straight to their rank: take "
+            f"programs.one_shot(problem, transport=..., ranks_per_host={ranks_per_host})"
+        )
+    return row_panels(
+        problem, chunks, collective=Collective.HIERARCHICAL, ranks_per_host=ranks_per_host, **how
     )
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from operands import Case, rank_device
 from ops import OPS
 from overlap_torch.plan import Machine, Plan, Problem, machine
-from overlap_torch.plan.templates import make_all_to_all, make_sequential, packed, row_panels
+from overlap_torch.plan.templates import (
+    hierarchical,
+    make_all_to_all,
+    make_sequential,
+    packed,
+    row_panels,
+)
 from overlap_torch.plan.types import Kernel, Op, Resources, Transport
 
 HOPPER_KERNELS = [Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.SM90_COOPERATIVE]
@@ -69,6 +75,7 @@ def overlapped_plans(
             plans.append((f"row panels {heights}, bands of {band_rows}", plan))
     if device_type == "cpu":
         plans += stripes(problem, "gloo", tile)
+    plans += hierarchies(problem, rows, grain, **options)
     if problem.op != Op.GEMM_ALLREDUCE:
         return plans
     tiles = rows * whole.tiles_n
@@ -93,6 +100,19 @@ def stripes(
     return [
         (f"stripes {cut}", row_panels(problem, cut, **options))
         for cut in [1, *_thirds(rows, 1), min(rows, 20)]
+    ]
+
+
+def hierarchies(
+    problem: Problem, rows: int, grain: int, **options: object
+) -> list[tuple[str, Plan]]:
+    """(label, plan) of each number of ranks that hosts may have, in one chunk and in unequal ones."""
+    options["window"] = False
+    hosts = [n for n in range(1, problem.world_size) if problem.world_size % n == 0]
+    return [
+        (f"hosts of {ranks}, {cut}", hierarchical(problem, ranks, cut, **options))
+        for ranks in hosts
+        for cut in [1, *_thirds(rows, grain)]
     ]
 
 

@@ -26,24 +26,13 @@ def how_to_edit(problem: Problem) -> dict[str, object]:
 
 
 def templates(problem: Problem) -> list[tuple[str, Callable[..., Plan]]]:
-    """The templates that the op has, with hosts of as many sizes as there are."""
+    """The templates that the op has."""
     rings = [("ring", plan_module.programs.ring), ("double_ring", plan_module.programs.double_ring)]
     shots = [
         ("one_shot", plan_module.programs.one_shot),
         ("two_shot", plan_module.programs.two_shot),
     ]
-    world = problem.world_size
-    hosts = [
-        (
-            f"hosts of {size}",
-            lambda problem, chunks, size=size, **how: plan_module.programs.hierarchical(
-                problem, size, chunks, **how
-            ),
-        )
-        for size in range(1, world + 1)
-        if world % size == 0
-    ]
-    return [*([] if problem.op == plan_module.types.Op.GEMM_ALLTOALL else rings), *shots, *hosts]
+    return [*([] if problem.op == plan_module.types.Op.GEMM_ALLTOALL else rings), *shots]
 
 
 def template_plans(

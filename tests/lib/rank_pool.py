@@ -127,7 +127,7 @@ class Ranks:
                 args=(rank, world, backend, self._store.port, group_timeout_s),
                 kwargs={
                     "environment": {
-                        name: value.replace("{rank}", str(rank))
+                        name: value.replace("{rank}", str(rank)).replace("{host}", str(rank // 2))
                         for name, value in (_ENVIRONMENT | network | environment).items()
                     },
                     "folder": self._folder,

@@ -25,7 +25,7 @@ from overlap_torch import plan as plan_module
 from overlap_torch._kernels import request
 from overlap_torch.plan import Plan, Problem, _library, use_plan, validate
 from overlap_torch.plan.programs import Editor, from_msccl, from_mscclpp
-from overlap_torch.plan.types import Kernel, Way
+from overlap_torch.plan.types import Kernel
 from peer_races import Runner, race
 from peers import has_bias, skip_unless_it_runs
 from plan_files import FILES, text_of
@@ -107,18 +107,6 @@ def test_programs_that_are_too_long_for_a_table_take_several_launches():
     assert len(plan.program.transfers) == 512
     assert [len(kernel["halves"]) for kernel in kernels] == [384, 128]
     assert [kernel.get("ends_call", False) for kernel in kernels] == [False, True]
-
-
-@every_op
-def test_hosts_over_peers_talk_by_copy_engine_within_and_by_nccl_across(op):
-    plan = plan_module.programs.hierarchical(problem_of(op, 4), 2, **how(op))
-    between = [one for one in plan.program.transfers if one.way != Way.COPY]
-    assert len(between) >= 12
-    for one in between:
-        same_host = one.source.rank // 2 == one.destination.rank // 2
-        assert one.by.name == ("COPY_ENGINE" if same_host else "NCCL")
-    one_host = plan_module.programs.hierarchical(problem_of(op, 4), 4, **how(op))
-    assert {one.by.name for one in one_host.program.transfers} == {"ANY"}
 
 
 # --- proof ----------------------------------------------------------------------------------------------------------

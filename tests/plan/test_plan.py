@@ -186,7 +186,7 @@ def test_plan_decode_rejects_lists_that_encode_does_not_make(
     with pytest.raises(ValueError, match="encoded plan has .* numbers, expected"):
         plans.files.decode([*code, 0])
     for version in (1, 2, 3, 4, 5, 6, 99):
-        with pytest.raises(ValueError, match=f"version = {version}, this release reads 7: make"):
+        with pytest.raises(ValueError, match=f"version = {version}, this release reads 8: make"):
             plans.files.decode([version, *code[1:]])
 
 
@@ -199,7 +199,8 @@ def test_plan_decode_rejects_lists_that_encode_does_not_make(
         (Resources, "comm_sms smem_pad_bytes window finish_ctas lanes one_launch low_priority"),
         (
             Plan,
-            "problem schedule kernel tile_m tile_n cluster_m layout bands chunks collective resources program",
+            "problem schedule kernel tile_m tile_n cluster_m layout bands chunks collective resources program "
+            "clique",
         ),
     ],
 )

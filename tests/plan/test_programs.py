@@ -184,6 +184,7 @@ def test_programs_that_differ_between_ranks_are_refused_by_all(failures: Failure
 # --- what is refused ------------------------------------------------------------------------------------------
 
 PROBLEM = Problem(64, 32, 24, "float32", 4, "gemm_reducescatter")
+TO_ALL = Problem(0, 8, 8, "float32", 4, "gemm_alltoall")
 
 
 def ring_by_hand(needs, steps=(1, 2, 3), problem=PROBLEM, streams=1) -> Plan:
@@ -261,12 +262,12 @@ REFUSED = {
         "9 ranks, allowed are 2 to 8",
     ),
     "hosts": (
-        lambda: plan_module.programs.hierarchical(PROBLEM, 3, transport="gloo"),
-        "ranks_per_host is 3, allowed are divisors of the 4",
+        lambda: plan_module.programs.one_shot(PROBLEM, transport="peer", ranks_per_host=3),
+        "clique = 3 on 4 ranks, allowed are divisors",
     ),
     "a ring of messages": (
-        lambda: plan_module.programs.ring(Problem(0, 8, 8, "float32", 2, "gemm_alltoall")),
-        "take one_shot or hierarchical",
+        lambda: plan_module.programs.ring(TO_ALL),
+        "take one_shot",
     ),
     "copies over nccl": (
         lambda: over_nccl("copy_engine"),
@@ -386,7 +387,7 @@ def test_plans_without_a_program_are_saved_as_before_and_described_by_the_schema
     assert schema["$schema"].startswith("https://json-schema.org/")
     assert set(schema["required"]) == set(data)
     with_program = plan_module.files.to_dict(ring_by_hand(needs_all))
-    assert set(schema["properties"]) == set(with_program)
+    assert set(schema["properties"]) == {*with_program, "clique"}
     transfer = schema["properties"]["program"]["properties"]["transfers"]["items"]
     assert set(transfer["required"]) == set(with_program["program"]["transfers"][0])
     assert transfer["properties"]["way"] == {"enum": ["push", "pull", "copy"]}

@@ -204,10 +204,13 @@ def lanes_begin_behind_the_caller(change: Change) -> bool:
 
 
 def lanes_end_before_the_caller(change: Change) -> bool:
-    """True if the caller waits for each lane's last step without the join."""
+    """True if the caller waits for each lane's last step without the join, or for a step that comes after it."""
     steps = change.made["steps"]
     last = {step["lane"]: i for i, step in enumerate(steps) if step["lane"] != "caller"}
     waited = {i for step in steps if step["lane"] == "caller" for i in step["after"]}
+    for i in sorted(range(len(steps)), reverse=True):
+        if i in waited:
+            waited.update(steps[i]["after"])
     return set(last.values()) <= waited
 
 

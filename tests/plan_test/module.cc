@@ -79,6 +79,8 @@ void bind_planner_tests(py::module_& m) {
       "in what; and whose kernels run one at a time; \"\" if none. `builds` are hashes of what "
       "they "
       "were built from, `serials` what serial_by says.");
+  m.def("ranks_of_each_host", &plan::ranks_of_each_host, py::arg("hosts"), py::arg("most"),
+        "See plan/agreement.h.");
   m.def(
       "serial_by",
       [](const std::optional<std::string>& launch_blocking, const std::string& maps,

@@ -49,7 +49,8 @@ at::Tensor gathered_scales(const OpCall& call, const CudaCall& cuda) {
   const at::Tensor& scales = call.scales->input;
   const auto ranks = static_cast<int32_t>(call.group->world_size());
   const int64_t count = scales.numel();
-  if (call.scales->shared_input || ranks == 1 || count == 0 || !plan::over_peers(cuda.plan())) {
+  if (call.scales->shared_input || ranks == 1 || count == 0 || !plan::over_peers(cuda.plan()) ||
+      plan::hierarchical(cuda.plan())) {
     return gathered_scales(call);
   }
   constexpr int64_t kOfAccess = kernels::kPeerAccessBytes / sizeof(float);

@@ -84,9 +84,16 @@ void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_
                     "set_plan: the plan ", plan.to_string(), " has other bits than the planner's, ",
                     planned.to_string(), "; take one of such a kernel");
   TORCH_CHECK_VALUE(
-      !plan::over_peers(plan) || machine.peer_gbps > 0.0,
+      !plan::over_peers(plan) || plan.clique > 0 || machine.peer_gbps > 0.0,
       "set_plan: the plan's transport is peer, but the ranks of this group do not map "
-      "each other's memory; use nccl");
+      "each other's memory; use nccl",
+      machine.clique > 0 ? ", or the collective hierarchical" : "");
+  TORCH_CHECK_VALUE(
+      !plan::over_peers(plan) || !plan::hierarchical(plan) || plan.clique == machine.clique,
+      "set_plan: the plan is for hosts of ", plan.clique,
+      " ranks that map each other's memory, but this group has ",
+      machine.clique > 0 ? c10::str("hosts of ", machine.clique) : std::string("no such hosts"),
+      "; use these numbers, or the transport nccl");
   // Setting the planner's own plan again, as use_plan does, is not a choice of the user's.
   group->set_plan(plan, device.type(), plan == planned, machine);
 }

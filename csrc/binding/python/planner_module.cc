@@ -176,7 +176,7 @@ void bind_planner(py::module_& m) {
   m.def("make_row_panels", &plan::make_row_panels, py::arg("problem"), py::arg("kernel"),
         py::arg("chunk_rows_of_tiles"), py::arg("band_rows"), py::arg("resources") = Resources{},
         py::arg("max_ctas") = 0, py::arg("transport") = Transport::kNccl,
-        py::arg("shape") = KernelShape{}, py::arg("collective") = py::none(),
+        py::arg("shape") = KernelShape{}, py::arg("collective") = py::none(), py::arg("clique") = 0,
         "As overlap_torch.plan.templates.row_panels.");
   m.def("make_packed", &plan::make_packed, py::arg("problem"), py::arg("kernel"),
         py::arg("chunk_tiles"), py::arg("band_rows"), py::arg("resources") = Resources{},

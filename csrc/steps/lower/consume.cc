@@ -8,6 +8,7 @@
 #include "plan/gather_rounds.h"
 #include "steps/lower/callers.h"
 #include "steps/lower/families.h"
+#include "steps/lower/hierarchy.h"
 
 namespace overlap::steps {
 namespace {
@@ -30,6 +31,8 @@ class GatherPlaces {
         chunk_places_(plan, callers_),
         rows_(chunk_places_.rows),
         extents_(chunk_places_.extents),
+        hierarchical_(plan::hierarchical(plan)),
+        at_(plan, rank),
         buffer_{peers_ ? Buffer::kSlot : staging_of(plan, variant, extents_), 0,
                 peers_ ? rank : 0} {}
 
@@ -90,6 +93,8 @@ class GatherPlaces {
   const ChunkPlaces chunk_places_;
   const std::vector<plan::Rows>& rows_;
   const std::vector<plan::Extent>& extents_;
+  const bool hierarchical_;
+  const CliquePlace at_;
   const Where buffer_;
 };
 
@@ -115,29 +120,33 @@ class Consume : GatherPlaces {
     if (on_cpu_) return lower_on_cpu();
     list_.made.steps.reserve(index(8 + chunks_ * (3 + parts_)));
     list_.made.chunks = chunks_;
-    if (peers_) {
-      list_.add_slot(plan::peer_slot_bytes(plan_));
-    } else {
-      list_.add_communicators(plan_);
+    if (peers_) list_.add_slot(plan::peer_slot_bytes(plan_));
+    add_communicators();
+    if (!peers_) {
       list_.add_scratch(buffer_.buffer, staging_bytes(plan_));
       // Copies within a device are kernels, which take all SMs for a moment, but beside a GEMM those that it leaves, and
       // keep the next launch waiting.
-      for (int32_t chunk = 0; chunk < chunks_ && !callers_; ++chunk) stage(chunk, Lane::kCaller);
+      for (int32_t chunk = 0; chunk < chunks_ && stages() && !callers_; ++chunk) {
+        stage(chunk, Lane::kCaller);
+      }
     }
     if (callers_) bring_own();
     // Over peers one lane sends, and one waits for what arrives, unless the GEMM does.
-    const int32_t lanes = !peers_ ? plan_.resources.lanes : awaits_ ? 1 : 2;
+    const int32_t lanes = hierarchical_ ? levels_.side_lanes()
+                          : !peers_     ? plan_.resources.lanes
+                          : awaits_     ? 1
+                                        : 2;
     const bool carried = callers_ || awaits_ || carrier_ >= 0;
     list_.add(Lane::kCaller, Fork{lanes, !carried});
     // The own rows' GEMM starts while the host enqueues the rest.
     if (awaits_) launch_at_once();
     if (computes_) compute(0);
     if (peers_) list_.add(Lane::kSide0, WaitForSlots{});
+    if (hierarchical_) share_own();
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
-      if (callers_ && !peers_) stage(chunk, side(chunk));
-      list_.communicates = chunk;
-      communicated_.push_back(peers_ ? push(chunk) : gather(chunk));
-      list_.communicates = -1;
+      if (callers_ && stages()) stage(chunk, side(chunk));
+      communicated_.push_back(hierarchical_ ? share(chunk, bring_across(chunk))
+                                            : communicate(chunk));
       if (callers_) bring(chunk);
     }
     for (int32_t chunk = 0; chunk < chunks_ && computes_; ++chunk) compute(chunk + 1);
@@ -152,8 +161,9 @@ class Consume : GatherPlaces {
   // All messages are on their way before anything is computed.
   StepList lower_on_cpu() {
     list_.made.chunks = chunks_;
-    list_.add_communicators(plan_);
-    list_.add(Lane::kCaller, Fork{1, false});
+    add_communicators();
+    list_.add(Lane::kCaller, Fork{hierarchical_ ? levels_.side_lanes() : 1, false});
+    if (hierarchical_) return share_on_cpu();
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
       SendReceive messages = {plan_.chunks[0].max_ctas, 0, {}, {}};
       for (int32_t distance = 1; distance < parts_; ++distance) {
@@ -172,6 +182,117 @@ class Consume : GatherPlaces {
     return std::move(list_.made);
   }
 
+  // --- in two levels ---
+
+  void add_communicators() {
+    if (hierarchical_) return levels_.add_communicators();
+    if (!peers_) list_.add_communicators(plan_);
+  }
+  // NCCL's all-gather finds a rank's own rows among the others.
+  bool stages() const { return !peers_ && !hierarchical_; }
+
+  StepList share_on_cpu() {
+    share_own();
+    std::vector<StepId> across;
+    for (int32_t chunk = 0; chunk < chunks_; ++chunk) across.push_back(bring_across(chunk));
+    copy(Lane::kCaller, 0);
+    compute(0);
+    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
+      communicated_.push_back(share(chunk, across[index(chunk)]));
+      compute(chunk + 1);
+    }
+    list_.add(Lane::kCaller, Join{});
+    return std::move(list_.made);
+  }
+
+  // Own rows of all chunks to the clique.
+  void share_own() {
+    if (at_.clique() == 1) return;
+    SendReceive messages = levels_.messages_within();
+    for (const int32_t place : at_.places()) {
+      const int32_t peer = at_.rank(at_.number(), place);
+      for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
+        if (peers_) {
+          const Copy copy = {own_rows(chunk), in_slot_of(peer, chunk, rank_), chunk_bytes(chunk)};
+          list_.communicates = chunk;
+          list_.add(Lane::kSide0, copy);
+          list_.communicates = -1;
+        } else {
+          add_message(messages.sends, peer, own_rows(chunk), chunk_bytes(chunk));
+          add_message(messages.receives, peer, arrived(chunk, peer), chunk_bytes(chunk));
+        }
+      }
+    }
+    if (peers_) {
+      list_.add(Lane::kSide0, Signal{0});
+    } else {
+      list_.add_held(Lane::kSide0, std::move(messages));
+    }
+  }
+
+  // Counterparts' rows of the chunk.
+  StepId bring_across(int32_t chunk) {
+    SendReceive messages = levels_.messages_across(chunk);
+    for (const int32_t number : at_.numbers()) {
+      const int32_t peer = at_.rank(number, at_.place());
+      add_message(messages.sends, peer, own_rows(chunk), chunk_bytes(chunk));
+      add_message(messages.receives, peer, arrived(chunk, peer), chunk_bytes(chunk));
+    }
+    list_.communicates = chunk;  // of all messages these are what timelines show
+    const StepId sent = list_.add_held(levels_.across(chunk), std::move(messages));
+    list_.communicates = -1;
+    return sent;
+  }
+
+  // Counterparts' rows to the clique; the step after which all rows of the chunk are here.
+  StepId share(int32_t chunk, StepId across) {
+    if (at_.clique() == 1) return across;
+    std::vector<StepId> after = {across};
+    SendReceive messages = levels_.messages_within();
+    for (const int32_t place : at_.places()) {
+      const int32_t peer = at_.rank(at_.number(), place);
+      for (const int32_t number : at_.numbers()) {
+        const int32_t sent = at_.rank(number, at_.place());
+        const int32_t received = at_.rank(number, place);
+        if (peers_) {
+          list_.communicates = chunk;
+          list_.add(Lane::kSide0,
+                    Copy{arrived(chunk, sent), in_slot_of(peer, chunk, sent), chunk_bytes(chunk)},
+                    std::exchange(after, {}));
+          list_.communicates = -1;
+        } else {
+          add_message(messages.sends, peer, arrived(chunk, sent), chunk_bytes(chunk));
+          add_message(messages.receives, peer, arrived(chunk, received), chunk_bytes(chunk));
+        }
+      }
+    }
+    if (!peers_) return list_.add(Lane::kSide0, std::move(messages), std::move(after));
+    list_.add(Lane::kSide0, Signal{chunk + 1});
+    return list_.add(Lane::kSide1, WaitForPeers{chunk + 1}, {across});
+  }
+
+  Where in_slot_of(int32_t peer, int32_t chunk, int32_t part) const {
+    Where where = place(chunk, part);
+    where.index = peer;
+    return where;
+  }
+
+  // The lane on which a chunk arrives.
+  Lane arrives_on(int32_t chunk) const {
+    if (peers_) return Lane::kSide1;
+    if (!hierarchical_) return side(chunk);
+    return at_.clique() > 1 ? Lane::kSide0 : levels_.across(chunk);
+  }
+
+  // --- in one ---
+
+  StepId communicate(int32_t chunk) {
+    list_.communicates = chunk;
+    const StepId id = peers_ ? push(chunk) : gather(chunk);
+    list_.communicates = -1;
+    return id;
+  }
+
   // Own rows of the chunk into the staging buffer.
   void stage(int32_t chunk, Lane lane) {
     list_.add(lane, Copy{own_rows(chunk), place(chunk, rank_), chunk_bytes(chunk)});
@@ -188,8 +309,7 @@ class Consume : GatherPlaces {
   // Own rows of the chunk into every peer's memory, by the copy engine; the step after which the peers' are here.
   StepId push(int32_t chunk) {
     for (int32_t distance = 1; distance < parts_; ++distance) {
-      Where to = place(chunk, rank_);
-      to.index = (rank_ + distance) % parts_;
+      const Where to = in_slot_of((rank_ + distance) % parts_, chunk, rank_);
       const Copy copy = {own_rows(chunk), to, chunk_bytes(chunk)};
       if (distance == 1) {
         list_.add_held(Lane::kSide0, copy);
@@ -224,7 +344,7 @@ class Consume : GatherPlaces {
   }
 
   void bring(int32_t chunk) {
-    const Lane lane = peers_ ? Lane::kSide1 : side(chunk);
+    const Lane lane = arrives_on(chunk);
     copy(lane, chunk + 1);
     std::vector<StepId> after;
     if (chunk > 0 && list_.made.steps[index(after_.back())].lane != lane) {
@@ -363,6 +483,7 @@ class Consume : GatherPlaces {
   std::vector<StepId> communicated_;
   std::vector<StepId> after_;
   List list_;
+  Levels levels_{plan_, list_};
 };
 
 }  // namespace

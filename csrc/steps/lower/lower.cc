@@ -126,8 +126,8 @@ void check_callers(const plan::Plan& plan) {
                     "gemm_reducescatter, not of ") +
         plan::name(plan.problem.op) + ": take a plan whose chunks travel by its collective");
   }
-  if (!plan::over_peers(plan) || op.gathers() || plan.collective == plan::Collective::kDirect ||
-      plan.collective == plan::Collective::kStripes)
+  if (!plan::over_peers(plan) || op.gathers() || plan::hierarchical(plan) ||
+      plan.collective == plan::Collective::kDirect || plan.collective == plan::Collective::kStripes)
     return;
   throw std::invalid_argument(
       std::string("a kernel of your own cannot run by the plan's collective ") +

@@ -1,8 +1,10 @@
-// Computation before communication, chunk by chunk, over NCCL.
+// Computation before communication, chunk by chunk: over NCCL, or in two levels.
 #include <limits>
+#include <optional>
 
 #include "steps/lower/callers.h"
 #include "steps/lower/families.h"
+#include "steps/lower/hierarchy.h"
 
 namespace overlap::steps {
 namespace {
@@ -34,7 +36,9 @@ class Produce {
         chunk_places_(plan, compute_ == Compute::kCallers),
         rows_(chunk_places_.rows),
         extents_(chunk_places_.extents),
-        buffer_(staging()) {}
+        buffer_(staging()) {
+    if (plan::hierarchical(plan)) levels_.emplace(plan, rank, list_);
+  }
 
   StepList lower() {
     list_.made.steps.reserve(
@@ -47,24 +51,50 @@ class Produce {
       list_.add_scratch(buffer_, matrix ? product_bytes : staging_bytes(plan_));
     }
     if (makes_product_) list_.add_scratch(Buffer::kProduct, product_bytes);
-    list_.add_communicators(plan_);
-    bool copies = false;
+    if (!levels_) list_.add_communicators(plan_);
+    if (levels_) levels_->prepare();
+    bool copies = plan::over_peers(plan_) && plan_.problem.traits().all_reduces();
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) copies = copies || finishes(chunk);
-    list_.add(Lane::kCaller, Fork{plan_.resources.lanes, copies});
+    list_.add(Lane::kCaller,
+              Fork{levels_ ? levels_->levels().side_lanes() : plan_.resources.lanes, copies});
     // The producer goes first: what waits for it must never be able to keep it out.
     begin();
-    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
-      complete(chunk);
-      const StepId communicated = communicate(chunk);
-      if (finishes(chunk)) finish(chunk, communicated);
-    }
+    levels_ ? communicate_in_levels() : communicate_chunks();
     list_.add(Lane::kCaller, Join{});
+    if (plan::over_peers(plan_)) list_.add(Lane::kCaller, EndCall{});
     return std::move(list_.made);
   }
 
  private:
   static size_t index(int32_t chunk) { return static_cast<size_t>(chunk); }
-  Lane side(int32_t chunk) const { return side_lane(chunk % plan_.resources.lanes); }
+  Lane side(int32_t chunk) const {
+    return levels_ ? Lane::kSide0 : side_lane(chunk % plan_.resources.lanes);
+  }
+
+  void communicate_chunks() {
+    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
+      complete(chunk);
+      const StepId communicated = communicate(chunk);
+      if (finishes(chunk)) finish(chunk, communicated);
+    }
+  }
+
+  // A chunk is on its way within cliques while the one before it crosses between them.
+  void communicate_in_levels() {
+    if (plan::over_peers(plan_)) list_.add(Lane::kSide0, WaitForSlots{});
+    for (int32_t chunk = 0; chunk <= chunks_; ++chunk) {
+      if (chunk < chunks_) {
+        complete(chunk);
+        HierarchicalReduction::Chunk one;
+        for (int32_t part = 0; part < row_parts_; ++part) one.parts.push_back(place(chunk, part));
+        one.result = result(chunk);
+        levels_->begin(chunk, std::move(one));
+      }
+      if (chunk == 0) continue;
+      const StepId communicated = levels_->finish(chunk - 1);
+      if (finishes(chunk - 1)) finish(chunk - 1, communicated);
+    }
+  }
 
   // Where chunks are communicated. A caller's kernel stores where sums are added up: in the output, or a window.
   Buffer staging() const {
@@ -195,6 +225,8 @@ class Produce {
 
   void finish(int32_t chunk, StepId communicated) {
     const plan::Rows rows = rows_[index(chunk)];
+    std::vector<StepId> after = {communicated};
+    if (list_.made.steps[index(communicated)].lane == Lane::kCopy) after.clear();
     if (packed_) {
       Unpack unpack;
       unpack.chunk = chunk;
@@ -203,16 +235,16 @@ class Produce {
       unpack.terms = exchanges_ ? plan::buffer_parts(plan_) : 1;
       unpack.ctas = finish_ctas_;
       unpack.bias = variant_.bias;
-      list_.add(Lane::kCopy, unpack, {communicated});
+      list_.add(Lane::kCopy, unpack, std::move(after));
     } else if (variant_.bias) {
       list_.add(Lane::kCopy,
                 AddTerms{result(chunk), output(chunk), rows.end - rows.begin, finish_ctas_},
-                {communicated});
+                std::move(after));
     } else {
       // The copy engine, which takes no SM from GEMM and communication.
       list_.add(Lane::kCopy,
                 Copy{result(chunk), output(chunk), (rows.end - rows.begin) * row_bytes_},
-                {communicated});
+                std::move(after));
     }
   }
 
@@ -260,6 +292,7 @@ class Produce {
   const std::vector<plan::Extent>& extents_;
   const Buffer buffer_;
   List list_;
+  std::optional<HierarchicalReduction> levels_;
   CallersTiles callers_ = {plan_, list_};
 };
 

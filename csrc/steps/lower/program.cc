@@ -34,8 +34,9 @@ namespace {
 bool all_by_sms(const plan::Plan& plan) {
   return plan::over_peers(plan) &&
          std::none_of(plan.program.transfers.begin(), plan.program.transfers.end(),
-                      [](const Transfer& one) {
-                        return one.by == Engine::kCopyEngine || one.by == Engine::kNccl;
+                      [&](const Transfer& one) {
+                        return one.by == Engine::kCopyEngine || one.by == Engine::kNccl ||
+                               !plan::in_one_clique(plan, one.source.rank, one.destination.rank);
                       });
 }
 

@@ -30,7 +30,8 @@ Buffer product_buffer(const plan::Plan& plan) {
 }  // namespace
 
 bool lands(const plan::Plan& plan, const Transfer& one) {
-  return plan::over_peers(plan) && one.way != Way::kCopy && one.by != plan::Engine::kNccl;
+  return plan::over_peers(plan) && one.way != Way::kCopy && one.by != plan::Engine::kNccl &&
+         plan::in_one_clique(plan, one.source.rank, one.destination.rank);
 }
 
 ProgramPlaces::ProgramPlaces(const plan::Plan& plan_, int32_t rank_, const Variant& variant)

@@ -45,6 +45,14 @@ plan::Profile::Call fast_call(const Walk& w) {
   }
 }
 
+// Messages of a plan in two levels. Messages within a clique that maps no memory take the group's link.
+double across_us(const Walk& w, double bytes) {
+  const bool known = w.machine.across_gbps > 0.0;
+  const double gbps = known ? w.machine.across_gbps : w.machine.link_gbps;
+  const double start_us = known ? w.machine.across_latency_us : w.machine.link_latency_us;
+  return (w.cpu ? w.profile.cpu.call_us : 0.0) + start_us + bytes / (1e3 * gbps);
+}
+
 // The copy engine's time from rank to rank.
 double carried(Walk& w, size_t id, bool leaves, double bytes) {
   const double us = w.communicated(w.profile.peer.copy_us + w.sent_us(bytes));
@@ -148,6 +156,7 @@ double end_of(const SendReceive& call, Walk& w, size_t id, double& begin_us) {
   }
   const bool beside = w.list.steps[id].lane != Lane::kCaller;
   if (sent + received == 0.0) return begin_us;
+  if (w.hierarchical) return begin_us + w.communicated(across_us(w, std::max(sent, received)));
   // An all-gather's: as many bytes as a collective over all ranks' parts.
   if (w.gathers)
     return begin_us + w.communicated(beside_on_cpu_us(w, received / (w.ranks - 1) * w.ranks));
@@ -163,12 +172,14 @@ double end_of(const Copy& copy, Walk& w, size_t id, double& begin_us) {
   const bool leaves = w.is_remote(copy.destination);
   if (w.program && (leaves || w.is_remote(copy.source)))
     return begin_us + carried(w, id, leaves, bytes);
-  if (leaves && w.gathers) {
+  if (leaves && w.gathers && !w.hierarchical) {
     if (w.chunk_bytes == 0.0) w.chunk_begin_us = begin_us;
     return w.chunk_begin_us + w.sent_us(w.chunk_bytes += bytes);
   }
   if (leaves) return begin_us + w.communicated(w.sent_us(bytes));
   const bool finishes = w.list.steps[id].lane == Lane::kCopy;
+  if (w.hierarchical && finishes && !w.hides(id))
+    return begin_us + w.profile.local.copy_start_us + bytes / (1e3 * w.profile.local.copy_gbps);
   if (w.cpu || w.hides(id) || (finishes && !w.plan.resources.window)) return begin_us;
   return begin_us + w.profile.local.copy_start_us +
          (finishes ? w.chunk_bytes_after(id) : bytes) / (1e3 * w.profile.local.copy_gbps);
@@ -208,7 +219,8 @@ double end_of(const WaitForPeers& wait, Walk& w, size_t, double& begin_us) {
 }
 
 double end_of(const Signal&, Walk& w, size_t, double& begin_us) {
-  if (w.plan.collective == plan::Collective::kStripes) {  // after what has arrived
+  if (w.plan.collective == plan::Collective::kStripes ||
+      w.hierarchical) {  // after what has arrived
     w.arrived_us.push_back(begin_us + w.flag_us());
     return begin_us;
   }

@@ -53,6 +53,7 @@ struct Walk {
   const double fast_share = fast_link_share(machine);
   const bool program = plan::has_program(plan);
   const bool peers = plan::over_peers(plan) && !program;
+  const bool hierarchical = plan::hierarchical(plan);
   const bool gathers = problem.traits().gathers();
   const bool all_to_all = problem.traits().rows_by_rank;
   const double tile_us = steps::tile_us(plan, machine);
@@ -115,8 +116,9 @@ struct Walk {
   }
   // The bytes that a chunk's communication leaves for a step that puts them in place.
   double chunk_bytes_after(size_t id) const {
-    const Step& call = list.steps[index(list.steps[id].after[0])];
-    return static_cast<double>(std::get<Collective>(call.what).count) * element;
+    const What& what = list.steps[index(list.steps[id].after[0])].what;
+    const auto* const call = std::get_if<Collective>(&what);
+    return call == nullptr ? 0.0 : static_cast<double>(call->count) * element;
   }
   // A step that puts a chunk in place hides beside the next chunk's communication; one that copies an all-gather's rows
   // hides beside their GEMM.
@@ -142,7 +144,10 @@ struct Walk {
   }
   double local_us(double bytes) const { return bytes / (1e3 * profile.local.read_write_gbps); }
   double slots_us(double bytes) const { return bytes / (1e3 * profile.local.slot_gbps); }
-  double sent_us(double bytes) const { return bytes / (1e3 * machine.peer_gbps); }
+  double sent_us(double bytes) const {
+    return bytes / (1e3 * (hierarchical && machine.clique_gbps > 0.0 ? machine.clique_gbps
+                                                                     : machine.peer_gbps));
+  }
   double flag_us() const { return profile.peer.sequential_us / 2.0; }
 };
 

@@ -124,7 +124,7 @@ plan::Machine usual_machine(const plan::Plan& plan) {
 
 std::optional<Fault> find_fault(const plan::Plan& plan, const plan::Machine& machine) {
   const int32_t world = plan.problem.world_size;
-  if (world > plan::kMaxPeerRanks) return std::nullopt;
+  if (world > plan::kMaxProvedRanks) return std::nullopt;
   const bool kernel = takes_by_default(plan);
   Ranks ranks = {plan, machine, std::vector<Variant>(at(world))};
   if (plan.problem.traits().rows_by_rank) {

@@ -13,12 +13,22 @@ constexpr int32_t kPeerBlocks = 128;
 
 // --- over peers ---
 
+// Ranks that this rank's signals reach, and whose it awaits.
+std::vector<int32_t> Simulation::peers_of(const Here& here) const {
+  const int32_t count = plan::peer_ranks(*here.plan);
+  const int32_t first = here.rank / count * count;
+  std::vector<int32_t> all;
+  for (int32_t peer = first; peer < first + count; ++peer) {
+    if (peer != here.rank) all.push_back(peer);
+  }
+  return all;
+}
+
 void Simulation::await_slots(const Span& span, const Here& here) {
   reads_calls(span, here);
   const std::vector<Node>& ends = slot_ends_[at(here.call->slot)];
-  for (int32_t peer = 0; peer < static_cast<int32_t>(ends.size()); ++peer) {
-    if (peer != here.rank) graph_.edge(ends[at(peer)], span.last);
-  }
+  if (ends.empty()) return;
+  for (const int32_t peer : peers_of(here)) graph_.edge(ends[at(peer)], span.last);
 }
 
 void Simulation::take(Here& here, const WaitForSlots&, Span& span) {
@@ -36,17 +46,16 @@ void Simulation::await_arrival(const Span& span, const Here& here, int32_t write
 
 void Simulation::take(Here& here, const WaitForPeers& step, Span& span) {
   end_of(here, span, "has seen the peers");
-  for (int32_t peer = 0; peer < ranks_; ++peer) {
-    if (peer != here.rank) await_arrival(span, here, peer, step.step);
-  }
+  for (const int32_t peer : peers_of(here)) await_arrival(span, here, peer, step.step);
   holds(here, span.first, span.last, 1, 1, true, true);
 }
 
 void Simulation::take(Here& here, const Signal& step, Span& span) {
   arrivals_[at(here.rank)].push_back({step.step, span.first, here.lane, step.to_self});
   reads_calls(span, here);
-  for (int32_t peer = 0; peer < ranks_; ++peer) {
-    if (peer == here.rank && !step.to_self) continue;
+  std::vector<int32_t> reached = peers_of(here);
+  if (step.to_self) reached.push_back(here.rank);
+  for (const int32_t peer : reached) {
     use_flag(span, peer, kArrivedFlag, here.rank * 2 + here.call->slot, 0, 1, true);
   }
   holds(here, span.first, span.first, 1, 1, false, true);

@@ -246,6 +246,7 @@ class Simulation {
                          int32_t peer);
   void announce_tiles(Node node, const Here& here, int32_t distance, int64_t begin, int64_t end);
   void await_tiles(const Span& span, const Here& here, int64_t begin, int64_t end);
+  std::vector<int32_t> peers_of(const Here& here) const;
   void await_arrival(const Span& span, const Here& here, int32_t writer, int32_t step);
   void await_slots(const Span& span, const Here& here);
   void meet(Node first, Here& here, const char* kind);
