@@ -8,12 +8,7 @@ from typing import overload
 import torch
 from torch.nn.functional import ScalingType
 
-from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
-    eager,
-    fakes,
-    library,
-    scaled,
-)
+from overlap_torch._ops import eager, fakes, scaled
 from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group, world_size
 

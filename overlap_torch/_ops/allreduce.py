@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import ScalingType
 
-from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
-    eager,
-    fakes,
-    library,
-    scaled,
-)
+from overlap_torch._ops import eager, scaled
 from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group
 
@@ -20,18 +15,9 @@ _short = eager.short_path(_op)
 _short_scaled = eager.short_path(_op_scaled)
 
 
-@torch.library.register_fake("overlap::gemm_allreduce")
-def _fake(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    invariance: str | None = None,
-    group: str,
-) -> torch.Tensor:
-    fakes.check_operands("gemm_allreduce", input, weight, bias)
-    fakes.check_invariance("gemm_allreduce", invariance)
-    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+@scaled.register_fakes("gemm_allreduce")
+def _fake(checked, input, *operands, group, **keywords):
+    return checked(input, *operands, **keywords)(*input.shape[:-1])
 
 
 register_vmap(_op)

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import ScalingType
 
-from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
-    eager,
-    fakes,
-    library,
-    scaled,
-)
+from overlap_torch._ops import eager, fakes, scaled
 from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group
 
@@ -22,20 +17,12 @@ _short = eager.short_path(_op)
 _short_scaled = eager.short_path(_op_scaled)
 
 
-@torch.library.register_fake("overlap::gemm_alltoall")
-def _fake(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    send_rows: Sequence[int],
-    recv_rows: Sequence[int],
-    bias: torch.Tensor | None = None,
-    *,
-    group: str,
-) -> torch.Tensor:
+@scaled.register_fakes("gemm_alltoall")
+def _fake(checked, input, weight, send_rows, recv_rows, *operands, group, **keywords):
     fakes.row_dim("gemm_alltoall", input)
-    fakes.check_operands("gemm_alltoall", input, weight, bias)
+    make = checked(input, weight, *operands, **keywords)
     fakes.check_counts(input, send_rows, recv_rows, group)
-    return input.new_empty((sum(recv_rows), *input.shape[1:-1], weight.shape[0]))
+    return make(sum(recv_rows), *input.shape[1:-1])
 
 
 register_vmap(_op)

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import ScalingType
 
-from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
-    eager,
-    fakes,
-    library,
-    scaled,
-)
+from overlap_torch._ops import eager, fakes, scaled
 from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group, world_size
 
@@ -20,23 +15,13 @@ _short = eager.short_path(_op)
 _short_scaled = eager.short_path(_op_scaled)
 
 
-@torch.library.register_fake("overlap::gemm_reducescatter")
-def _fake(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    dim: int = 0,
-    invariance: str | None = None,
-    group: str,
-) -> torch.Tensor:
+@scaled.register_fakes("gemm_reducescatter")
+def _fake(checked, input, *operands, dim=0, group, **keywords):
     dim = fakes.row_dim("gemm_reducescatter", input, dim)
-    fakes.check_operands("gemm_reducescatter", input, weight, bias)
-    fakes.check_invariance("gemm_reducescatter", invariance)
+    make = checked(input, *operands, **keywords)
     world = world_size(group)
     fakes.check_divisible("gemm_reducescatter", input, dim, world)
-    leading = fakes.with_size(input.shape[:-1], dim, input.shape[dim] // world)
-    return input.new_empty((*leading, weight.shape[0]))
+    return make(*fakes.with_size(input.shape[:-1], dim, input.shape[dim] // world))
 
 
 register_vmap(_op)

@@ -1,7 +1,8 @@
-"""Operands with scales (fp8): fake kernels of the ops' scaled overloads, and their calls from Python."""
+"""Operands with scales (fp8): the scaled overloads' calls from Python; and fake kernels, which both overloads of an op share."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -227,26 +228,32 @@ def _checked(
     return lambda *leading: input.new_empty((*leading, weight.shape[0]), dtype=output_dtype)
 
 
-@torch.library.register_fake("overlap::gemm_allreduce.scaled")
-def _fake_allreduce(input, *operands, **keywords):
-    return _checked("gemm_allreduce", input, *operands, **keywords)(*input.shape[:-1])
+def _checked_unscaled(
+    op: str,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    invariance: str | None = None,
+) -> Callable[..., torch.Tensor]:
+    """As ``_checked``, for operands without scales."""
+    fakes.check_operands(op, input, weight, bias)
+    fakes.check_invariance(op, invariance)
+    return lambda *leading: input.new_empty((*leading, weight.shape[0]))
 
 
-@torch.library.register_fake("overlap::gemm_reducescatter.scaled")
-def _fake_reducescatter(input, *operands, group, **keywords):
-    world = world_size(group)
-    fakes.row_dim("gemm_reducescatter", input)
-    make = _checked("gemm_reducescatter", input, *operands, **keywords)
-    fakes.check_divisible("gemm_reducescatter", input, 0, world)
-    return make(input.shape[0] // world, *input.shape[1:-1])
+def register_fakes(op: str) -> Callable[[Callable[..., torch.Tensor]], None]:
+    """Registers the fake kernel of an op with one weight, for operands without scales and for those with them.
 
+    The decorated function takes the op's arguments behind a function that checks its operands, as ``_checked`` does.
+    """
 
-@torch.library.register_fake("overlap::gemm_alltoall.scaled")
-def _fake_alltoall(input, weight, send_rows, recv_rows, *operands, group, **keywords):
-    fakes.row_dim("gemm_alltoall", input)
-    make = _checked("gemm_alltoall", input, weight, *operands, **keywords)
-    fakes.check_counts(input, send_rows, recv_rows, group)
-    return make(sum(recv_rows), *input.shape[1:-1])
+    def register(fake: Callable[..., torch.Tensor]) -> None:
+        for overload, checked in ((op, _checked_unscaled), (f"{op}.scaled", _checked)):
+            kernel = functools.partial(fake, functools.partial(checked, op))
+            torch.library.register_fake(f"overlap::{overload}", kernel)
+
+    return register
 
 
 @torch.library.register_fake("overlap::scaled_linear")
