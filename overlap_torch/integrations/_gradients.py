@@ -1,6 +1,6 @@
 """Backward of a framework's own linear layers of tensor and sequence parallelism: one gather serves both gradients.
 
-``group``: its name. ``ranks``: its number of ranks, because traced code cannot ask the group.
+``group``: its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ def of_gathered_input(
     weights: Sequence[torch.Tensor],
     shard: torch.Tensor,
     group: str,
-    ranks: int,
     *,
     needs_input: bool,
     needs_weights: bool,
@@ -43,7 +42,6 @@ def of_scattered_output(
     grad: torch.Tensor,
     weight: torch.Tensor,
     group: str,
-    ranks: int,
     *,
     needs_input: bool,
     needs_weight: bool,

@@ -30,7 +30,7 @@ class AllGatherLinear(linear.AllGatherLinear):
     ) -> torch.Tensor:
         output, _ = allgather_gemm(x_shard_m, w_shard_n, bias_shard_n, group=group_name)
         ctx.save_for_backward(x_shard_m, w_shard_n)
-        ctx.group_name, ctx.ranks = group_name, group.size()
+        ctx.group_name = group_name
         return output
 
     @staticmethod
@@ -45,8 +45,8 @@ def _gathered_gradients(ctx, *grads: torch.Tensor) -> list[Gradient]:
     shard, *weights = ctx.saved_tensors
     needs_input, *needs = ctx.needs_input_grad[: 1 + len(weights)]
     grad_shard, gathered = of_gathered_input(
-        grads, weights, shard, ctx.group_name, ctx.ranks, needs_input=needs_input, needs_weights=any(needs)
-    )  # fmt: skip
+        grads, weights, shard, ctx.group_name, needs_input=needs_input, needs_weights=any(needs)
+    )
     pairs = zip(grads, needs, strict=True)
     return [
         grad_shard,
@@ -69,7 +69,7 @@ class AllGatherLinearMulti(linear.AllGatherLinearMulti):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, _ = allgather_gemm(x_shard_m, [wa_shard_n, wb_shard_n], group=group_name)
         ctx.save_for_backward(x_shard_m, wa_shard_n, wb_shard_n)
-        ctx.group_name, ctx.ranks = group_name, group.size()
+        ctx.group_name = group_name
         return outputs[0], outputs[1]
 
     @staticmethod
@@ -94,7 +94,7 @@ class LinearReduceScatter(linear.LinearReduceScatter):
     ) -> torch.Tensor:
         output = gemm_reducescatter(x_shard_k, w_shard_k, bias, group=group_name)
         ctx.save_for_backward(x_shard_k, w_shard_k)
-        ctx.group, ctx.group_name, ctx.ranks = group, group_name, group.size()
+        ctx.group, ctx.group_name = group, group_name
         return output
 
     @staticmethod
@@ -105,7 +105,6 @@ class LinearReduceScatter(linear.LinearReduceScatter):
             grad_y_shard_m,
             weight,
             ctx.group_name,
-            ctx.ranks,
             needs_input=needs_input,
             needs_weight=needs_weight,
         )

@@ -318,7 +318,6 @@ class _Call:
     """A Function's arguments beside its operands."""
 
     group: str
-    ranks: int
     sequence_parallel: bool
     # The parameter and its main_grad at forward; backward adds to it. None: backward returns the gradient.
     accumulates: tuple[torch.Tensor, torch.Tensor | None] | None
@@ -328,7 +327,7 @@ class _Call:
         accumulates = None
         if layer.gradient_accumulation_fusion and weight.requires_grad:
             accumulates = weight, getattr(weight, "main_grad", None)
-        return _Call(layer.group, layer.world_size, sequence_parallel, accumulates)
+        return _Call(layer.group, sequence_parallel, accumulates)
 
     def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor) -> Gradient:
         """The weight's gradient [N, K] from [tokens, ..., N] and [tokens, ..., K]. If it was added to main_grad, the value
@@ -387,7 +386,6 @@ class _Column(torch.autograd.Function):
                 [weight],
                 input,
                 call.group,
-                call.ranks,
                 needs_input=needs_input,
                 needs_weights=needs_weight,
             )
@@ -428,7 +426,6 @@ class _Row(torch.autograd.Function):
                 grad,
                 weight,
                 call.group,
-                call.ranks,
                 needs_input=needs_input,
                 needs_weight=needs_weight,
             )
