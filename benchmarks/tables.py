@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-Row = dict[
-    str, object
-]  # a line of the JSON output, with "label" and, where it has a plan, "summary"
+# A line of the JSON output, with "label" and, where it has a plan, "summary".
+Row = dict[str, object]
 
 
 def geometric_mean(values: Iterable[float]) -> float:

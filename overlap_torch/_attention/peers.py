@@ -113,9 +113,8 @@ class Places(NamedTuple):
     """Where regions begin in a rank's slot."""
 
     came: dict[tuple[int, int], int]  # by chunk and number of the tensor: [B, rows, heads, width]
-    home: dict[
-        tuple[int, int, int], int
-    ]  # by sender, chunk and number: [B, own tokens, heads, width]
+    # By sender, chunk and number: [B, own tokens, heads, width].
+    home: dict[tuple[int, int, int], int]
     came_bytes: int
     bytes: int
 

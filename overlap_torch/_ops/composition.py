@@ -103,9 +103,8 @@ def finish(
     largest = blocks.abs().amax(-1).clamp(min=1e-12)
     scales = largest / largest.new_full((), 448.0)  # CUDA multiplies by a number's reciprocal
     values = (blocks / scales.unsqueeze(-1)).flatten(-2)[..., :columns]
-    scales = (
-        scales.movedim(-1, 0).contiguous().movedim(0, -1)
-    )  # block after block: a block's scales for all rows
+    # Block after block: a block's scales for all rows.
+    scales = scales.movedim(-1, 0).contiguous().movedim(0, -1)
     return [_to_fp8(values), total, scales, *kept]
 
 

@@ -81,9 +81,8 @@ class _Measured:
     ended_s: float = 0.0  # by this rank's clock
 
 
-_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = (
-    weakref.WeakKeyDictionary()
-)  # calls of tune
+# Calls of tune.
+_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def words(problem: Problem) -> str:

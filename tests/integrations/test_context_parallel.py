@@ -87,9 +87,8 @@ def check_replaced(failures: Failures) -> None:
         cpu_flash()
     rings = module._templated_ring_attention, module._templated_ring_attention_backward
     bound = 1e-12 if rank_device().type == "cpu" else 0.02  # of bfloat16, some roundings
-    module._cp_options.convert_to_f32 = (
-        rank_device().type != "cpu"
-    )  # PyTorch adds float64's blocks in float32
+    # PyTorch adds float64's blocks in float32.
+    module._cp_options.convert_to_f32 = rank_device().type != "cpu"
     module._enable_context_parallel_dispatcher()
     try:
         for causal, balance in ((True, True), (True, False), (False, False)):

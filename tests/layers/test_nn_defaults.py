@@ -46,9 +46,8 @@ def test_nn_layers_take_what_they_are_given(failures: Failures, kind: str) -> No
     """Given a device and a dtype, a layer has the bits that it has without defaults; else it takes the defaults."""
     own = rank_device()
     plain = {dtype: drawn(kind, device=own, dtype=dtype) for dtype in DTYPES}
-    for (
-        dtype
-    ) in DTYPES:  # not drawn in another dtype: a wider one has digits that a narrower one has not
+    # Not drawn in another dtype: a wider one has digits that a narrower one has not.
+    for dtype in DTYPES:
         for parameter, narrow in itertools.product(plain[dtype], DTYPES):
             if torch.finfo(narrow).eps > torch.finfo(dtype).eps:
                 same = torch.equal(parameter, parameter.to(narrow).to(dtype))

@@ -176,9 +176,8 @@ def test_pipeline_of_parallel_stages(failures: Failures, schedule: str, kind: st
         scale_grads=False,
     )
     with contextlib.ExitStack() as stack:
-        if (
-            rank_device().type == "cpu"
-        ):  # gloo cannot send to itself, as the first contact of V-shaped schedules does
+        # Gloo cannot send to itself, as the first contact of V-shaped schedules does.
+        if rank_device().type == "cpu":
             first_contact = (pipelining.PipelineStage, "_get_init_p2p_neighbors_ops")
             stack.enter_context(mock.patch.object(*first_contact, return_value=[]))
         pipeline.step(

@@ -218,9 +218,8 @@ def poison(device: torch.device, *sizes: int) -> None:
     if device.type == "cpu":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
-            mallopt(
-                _M_PERTURB, 0x80
-            )  # new memory reads 0x7f...: about 3e38 in bfloat16 and float32
+            # New memory reads 0x7f...: about 3e38 in bfloat16 and float32.
+            mallopt(_M_PERTURB, 0x80)
         return
     blocks = [
         torch.full((max(1, size) * scale,), 0xFF, dtype=torch.uint8, device=device)

@@ -138,9 +138,8 @@ def check_gradients(
     for name, parameter in linears.named_parameters():
         name = form.own_name(name)
         own, where = layer.get_parameter(name).grad, (name, "gradient", *where)
-        if (
-            parameter.grad is None
-        ):  # a gather's of an unused output is zeros, and a compiled layer's
+        if parameter.grad is None:
+            # A gather's of an unused output is zeros, and a compiled layer's.
             nothing = own is None or not own.to_local().any()
             failures.expect(None if nothing else f"{own}", *where)
         elif own is None:

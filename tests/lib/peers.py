@@ -29,9 +29,8 @@ RING = 1
 # Ranks with this have all-to-alls in one launch where the plan has that, whatever their rows.
 ALWAYS_ONE_LAUNCH = {"OVERLAP_PROFILE": str(Path(__file__).parents[1] / "profiles/one_launch.json")}
 
-Way = (
-    int | str
-)  # over peers: in so many chunks, "direct", "stripes", "owners" or "one launch"; a ring, of reductions, has one
+# Over peers: in so many chunks, "direct", "stripes", "owners" or "one launch"; a ring, of reductions, has one.
+Way = int | str
 
 
 # The kernels of every op's plans over peers.

@@ -35,9 +35,8 @@ POOL_GROUP_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
 
 # Multicast is not needed by any test, and some hosts do not offer it. Everything here runs on one host.
-_COMPILES_ALONE = {
-    "TORCHINDUCTOR_COMPILE_THREADS": "1"
-}  # ranks are daemons, and start no processes
+# Ranks are daemons, and start no processes.
+_COMPILES_ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 _ENVIRONMENT = {
     **_COMPILES_ALONE,
     "GLOO_SOCKET_IFNAME": "lo",

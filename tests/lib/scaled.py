@@ -47,9 +47,8 @@ class Case:
     output: torch.dtype = torch.bfloat16
     bias: bool = False
     named: bool = True  # whether the call names the recipes
-    layout: str = (
-        "contiguous"  # of operands and scales: or "strided", "transposed", "vectors", "leading"
-    )
+    # The layout of operands and scales: or "strided", "transposed", "vectors", "leading".
+    layout: str = "contiguous"
     shared: bool = False  # every rank has the same scale of the input, and says so
     fast: bool = False  # use_fast_accum, which kernels that signal need
 

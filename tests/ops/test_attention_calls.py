@@ -92,16 +92,7 @@ CHOICES = [
     (LLAMA_70B, 4, 8192, "zigzag", True, True, "flash", 1),
     (WAN, 2, 8192, "contiguous", False, False, "flash", 2),
     (WAN, 8, 8192, "contiguous", False, False, "flash", 8),
-    (
-        LLAMA_8B,
-        2,
-        8192,
-        "contiguous",
-        True,
-        False,
-        "flash",
-        2,
-    ),  # the last rank would compute nearly all
+    (LLAMA_8B, 2, 8192, "contiguous", True, False, "flash", 2),  # else the last has nearly all
     (LLAMA_8B, 2, 32768, "zigzag", True, False, "cudnn or flash", 2),  # cuDNN takes no lower right
     (LLAMA_8B, 2, 8192, "contiguous", False, False, "cudnn or flash", 1),
     (QWEN, 4, 8192, "contiguous", True, True, "flash", 2),  # 14 heads on 4 ranks

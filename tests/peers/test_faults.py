@@ -543,9 +543,8 @@ def test_faults_failure_ends_the_process_if_asked_to(ranks):
         environment={"OVERLAP_ON_FAILURE": "abort"},
     )  # fmt: skip
     assert "died" in {outcome.kind for outcome in outcomes}
-    for (
-        outcome
-    ) in outcomes:  # the other one may see its peer die before it knows of the disagreement
+    # The other one may see its peer die before it knows of the disagreement.
+    for outcome in outcomes:
         assert outcome.kind == "died", outcome
         assert "OVERLAP_ON_FAILURE=abort" in outcome.detail, outcome.detail
 

@@ -145,9 +145,8 @@ def test_peers_alltoall_is_exact_where_rows_are_stored_where_they_go(
         for what, counts in many_rows(world).items():
             check_both(failures, case, kernel, counts, what)
     case = Case((0,), *MANY, dtype)
-    if (
-        not rank_pool.shares_gpus()
-    ):  # within a GPU messages take less than the rounds that they cost
+    # Within a GPU messages take less than the rounds that they cost.
+    if not rank_pool.shares_gpus():
         stored = stores(case, kernel, many_rows(world)["even"])
         failures.expect(None if stored else "many rows are not stored where they go")
     stored = stores(case, kernel, few_rows(world)["one"])

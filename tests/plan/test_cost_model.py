@@ -280,9 +280,8 @@ def test_predict_of_worse_machines_is_not_better(kind, heights, k, ctas, gbps, l
     plan = make(kind, heights, problem=big(k=k), max_ctas=ctas)
     for each in (plan, make_sequential(big(k=k), machine)):
         before = total(each, machine)
-        if (
-            gbps / by >= 180 or gbps <= 30
-        ):  # between them numbers of one kind of link become those of the other
+        # Between them numbers of one kind of link become those of the other.
+        if gbps / by >= 180 or gbps <= 30:
             worse = hopper(windows=True, link_gbps=gbps / by, link_latency_us=latency)
             assert total(each, worse) >= before
         worse = hopper(windows=True, link_gbps=gbps, link_latency_us=latency * by)

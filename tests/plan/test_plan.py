@@ -51,9 +51,8 @@ def test_plan_takes_every_tile_once_in_band_order(case: tuple[Plan, Grid]) -> No
     assert sorted(taken) == [(r, c) for r in range(grid.rows) for c in range(grid.columns)]
     assert [plan.tile_index(*place) for place in taken] == list(range(len(taken)))
     assert [plan.tile_chunk(i) for i in range(len(taken))] == grid.chunk_of_tiles()
-    for first in range(
-        0, len(taken), plan.cluster_m
-    ):  # a cluster's rows are adjacent, in one column
+    # A cluster's rows are adjacent, in one column.
+    for first in range(0, len(taken), plan.cluster_m):
         row, column = taken[first]
         assert row % plan.cluster_m == 0
         assert taken[first : first + plan.cluster_m] == [
