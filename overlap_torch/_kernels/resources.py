@@ -95,10 +95,8 @@ def resources(
     Raises:
         ValueError: a number out of range, or an unknown ``by`` or ``priority``.
     """
-    before, _current.resources = (
-        _current.resources,
-        KernelResources(comm_sms, by, ctas_per_sm, priority),
-    )
+    before = _current.resources
+    _current.resources = KernelResources(comm_sms, by, ctas_per_sm, priority)
     try:
         yield _current.resources
     finally:

@@ -203,12 +203,8 @@ def test_compile_takes_dynamic_shapes(failures: Failures, op: str) -> None:
 def test_compile_takes_counts_from_data(failures: Failures) -> None:
     """Numbers of rows that are read from a tensor inside the graph, as a router's are."""
     torch._dynamo.reset()
-    op, device, rank, world = (
-        OPS["gemm_alltoall"],
-        rank_device(),
-        dist.get_rank(),
-        dist.get_world_size(),
-    )
+    op = OPS["gemm_alltoall"]
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
 
     @torch._dynamo.config.patch(capture_scalar_outputs=True)
     def run(*arguments):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -18,10 +18,11 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 from checks import Failures
 from frameworks import needs_transformers
 from graphs import Graphs, expect_counts
-from meshes import mesh
+from meshes import mesh, whole_of
 from operands import difference, rank_device
 
 WIDTH, HEADS, HIDDEN, TOKENS = 8, 4, 12, 16
+ROUNDED = {"rtol": 1e-12, "atol": 1e-12}  # in float64
 
 
 class Attention(torch.nn.Module):
@@ -104,19 +105,6 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def near(found: torch.Tensor, right: torch.Tensor) -> str | None:
-    """The fault beyond float64's rounding."""
-    found = whole(found.detach())
-    if found.shape != right.shape:
-        return f"{tuple(found.shape)}, not {tuple(right.shape)}"
-    error = (found - right.detach()).abs().max().item()
-    return None if error <= 1e-12 * max(1.0, right.abs().max().item()) else f"off by {error}"
-
-
 # The ops by hand, forward and backward: attention.o and mlp.down reduce, and what goes into q, k and v, gate and up, and the
 # head is gathered. In backward each does the other thing; without sequence parallelism every column-parallel layer reduces its
 # own gradient: q, k, v, gate, up, head. The embedding's output has no GEMM beside it: one collective forward, and, as its
@@ -163,9 +151,9 @@ def test_inductor_fuses_all_of_pytorchs_styles_and_a_parallel_loss(
     with loss_parallel():
         found = compiled(tokens, targets)
         found.backward()
-    failures.expect(near(found, expected), "loss")
+    failures.near(whole_of(found), expected, "loss", **ROUNDED)
     for (name, own), other in zip(model.named_parameters(), right.parameters(), strict=True):
-        failures.expect(near(own.grad, other.grad), "gradient of", name)
+        failures.near(whole_of(own.grad), other.grad, "gradient of", name, **ROUNDED)
     expect_counts(failures, graphs, *STYLED[sequence])
 
 
@@ -211,7 +199,7 @@ def test_inductor_fuses_the_norms_of_hugging_faces_llama(failures: Failures) -> 
 
     graphs = Graphs()
     with torch.no_grad():
-        found, right = whole(graphs.compile(logits)(tokens)), whole(logits(tokens))
+        found, right = whole_of(graphs.compile(logits)(tokens)), whole_of(logits(tokens))
     failures.expect(difference(found, right), "logits")
     ops = {("forward", "gemm_allreduce_rmsnorm"): 4, ("forward", "allreduce_rmsnorm"): 1}
     expect_counts(failures, graphs, ops, {("forward", "all_gather"): 1})

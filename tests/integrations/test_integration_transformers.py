@@ -19,6 +19,7 @@ from checks import Failures
 from frameworks import SMALL_MODEL, needs_transformers
 from graphs import Graphs, expect_counts
 from layers import op_counts
+from meshes import whole_of
 from operands import as_torchrun_places, rank_device
 from overlap_torch.integrations import transformers as integration
 
@@ -85,10 +86,6 @@ def some_tokens(*shape: int) -> torch.Tensor:
     return (torch.arange(count, device=rank_device()) * 7 % 60).view(shape)
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def trained(model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """Logits, loss, gradients and parameters of an optimizer's step."""
     model.train()
@@ -97,9 +94,9 @@ def trained(model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     output.loss.backward()
     found = {"logits": output.logits, "loss": output.loss}
     parameters = dict(model.named_parameters())
-    found |= {f"gradient of {name}": full(each.grad) for name, each in parameters.items()}
+    found |= {f"gradient of {name}": whole_of(each.grad) for name, each in parameters.items()}
     optimizer.step()
-    found |= {f"stepped {name}": full(each) for name, each in parameters.items()}
+    found |= {f"stepped {name}": whole_of(each) for name, each in parameters.items()}
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
@@ -173,7 +170,7 @@ def test_models_train_beside_fsdp(failures: Failures, tmp_path) -> None:
             model.train()
             own = tokens[pair]
             model(own, labels=own, use_cache=False).loss.backward()
-            found = {name: full(part.grad) for name, part in model.named_parameters()}
+            found = {name: whole_of(part.grad) for name, part in model.named_parameters()}
             expect_same(failures, found, right, kind)
 
 
@@ -203,7 +200,7 @@ def test_inductor_fuses_all_of_transformers_own_styles(
     loss.backward()
     found = {"logits": logits.detach(), "loss": loss.detach()}
     for name, parameter in model.named_parameters():
-        found[f"gradient of {name}"] = full(parameter.grad)
+        found[f"gradient of {name}"] = whole_of(parameter.grad)
     expect_same(failures, found, {name: right[name] for name in found}, family)
     expect_counts(failures, graphs, AUTO_FUSED, AUTO_APART)
     for row in graphs.rows:

@@ -28,16 +28,11 @@ from torch.utils.checkpoint import checkpoint
 from checks import Failures, message_of
 from grids import where_each_pair_meets
 from layers import fill_with_integers, integers
-from meshes import mesh
+from meshes import mesh, whole_of
 from operands import difference, rank_device
 from rank_pool import whole_grids
 from styles import OVERLAP, PYTORCH, gathered_tokens
 from traffic import Traffic, traffic_of
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that is the same on every rank, a DTensor or not."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Reader(torch.nn.Module):
@@ -154,7 +149,7 @@ def check_against_whole(
     with counted() as backward:
         output.backward(cut(gradient, given).to_local())
     right = input.grad if distributed else cut(input.grad, given).to_local()
-    failures.expect(difference(whole(mine.grad), right), "input's gradient", *where)
+    failures.expect(difference(whole_of(mine.grad), right), "input's gradient", *where)
     for (name, own), true in zip(model.named_parameters(), module.parameters(), strict=True):
         if true.grad is None:
             failures.expect(
@@ -248,7 +243,7 @@ class Routed(Reader):
     """A part that is no layer of ours reads the input too: its gradient is whole, or a part of a sum."""
 
     def mixed(self, x, other):
-        routes = whole(x).sum(-1, keepdim=True)
+        routes = whole_of(x).sum(-1, keepdim=True)
         if self.how == "partial" and isinstance(x, DTensor):
             routes = x.to_local(grad_placements=[Partial()]).sum(-1, keepdim=True)
         return self.q(x) + routes, self.k(x), self.v(x)
@@ -317,7 +312,7 @@ def test_parallel_prepared_input_does_not_outlive_its_readers(failures: Failures
 
     class Watching(Reader):
         def mixed(self, x, other):
-            seen.append(weakref.ref(whole(x) if x is None else x))
+            seen.append(weakref.ref(x))
             if self.how == "raises":
                 raise KeyError("on purpose")
             return super().mixed(x, other)
@@ -394,7 +389,7 @@ def test_parallel_prepares_other_layouts_as_pytorch_does(failures: Failures) -> 
             gradient = integers(*x.shape, seed=4)
             x.backward(gradient if local else distribute_tensor(gradient, mesh(), x.placements))
             placements = x.placements if isinstance(x, DTensor) else None
-            results.append((placements, y, whole(x.detach()), input.grad))
+            results.append((placements, y, whole_of(x.detach()), input.grad))
         (*kinds, right, grad), (*other_kinds, found, found_grad) = results
         where = (given, "to", desired, local)
         failures.equal(kinds, other_kinds, *where)

@@ -12,13 +12,13 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import overlap_torch
 from checks import Failures, close
 from layers import fill_with_integers, integers
-from meshes import mesh
+from meshes import mesh, whole_of
 from operands import difference, rank_device
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
@@ -125,8 +125,7 @@ def parameters(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     for name, parameter in module.named_parameters():
         grad = parameter.grad
         grad = torch.zeros_like(parameter) if grad is None else grad
-        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        found[names.get(name, name)] = grad
+        found[names.get(name, name)] = whole_of(grad)
     return found
 
 

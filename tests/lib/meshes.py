@@ -7,6 +7,7 @@ import functools
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from checks import Failures
 from operands import difference, rank_device
@@ -18,6 +19,11 @@ def mesh(*shape: int) -> DeviceMesh:
     names = ("dp", "tp") if len(shape) == 2 else ("tp",)
     shape = shape or (dist.get_world_size(),)
     return init_device_mesh(rank_device().type, shape, mesh_dim_names=names)
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that is the same on every rank, a DTensor or not."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def check_parameter_gradients(

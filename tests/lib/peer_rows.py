@@ -77,10 +77,8 @@ def _spread(x, choices, home, source, stride, group):
 def _combine(results, shares, home, source, stride, tokens, choices, ranks_first, group):
     """A token's results by choice, of all ranks; summed as the composition sums."""
     alike = ("combine", results.shape[1], choices, stride, ranks_first)
-    rank, found = (
-        dist.get_rank(),
-        _everybody(results, source, shares if ranks_first else None, alike),
-    )
+    rank = dist.get_rank()
+    found = _everybody(results, source, shares if ranks_first else None, alike)
     wide = torch.float64 if results.dtype == torch.float64 else torch.float32
     factors = torch.ones(tokens * choices) if shares is None or ranks_first else shares.flatten()
     sums: dict[tuple[int, int], torch.Tensor] = {}  # by rank, or 0, and token
