@@ -185,7 +185,7 @@ def _is_ready(
                 missed=False,
             )
         if gemm.scales is not None:
-            _check_scales(gather, reader, depend)
+            _check_scales(reader, depend)
             if gemm.scales.of_rows:
                 scales[gemm] = _scale_gather(gather, reader, depend)
     except NotFused as error:
@@ -194,7 +194,7 @@ def _is_ready(
     return True
 
 
-def _check_scales(gather: _Gather, reader: Reader, depend: set[Node]) -> None:
+def _check_scales(reader: Reader, depend: set[Node]) -> None:
     """Raises NotFused if the op cannot take the scales of a GEMM that reads the gathered tensor."""
     scales = reader.gemm.scales
     if reader.side == "right":

@@ -438,7 +438,7 @@ def message_of_import(call) -> str:
     return str(raised.value)
 
 
-def test_nothing_is_imported_before_it_is_asked_for(tmp_path):
+def test_nothing_is_imported_before_it_is_asked_for():
     import subprocess
 
     code = (

@@ -174,19 +174,8 @@ def normed(x_ptr, y_ptr, weight_ptr, mean_ptr, stride, N: tl.constexpr, eps, BLO
 
 
 @triton.jit
-def attended(
-    sums,
-    q,
-    k_desc,
-    v_desc,
-    begin,
-    first,
-    last,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    D: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def attended(sums, q, k_desc, v_desc, begin, first, last,
+             BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     rows = first + tl.arange(0, BM)
     columns = tl.arange(0, BN)
     at = first if MASKED else 0
@@ -209,8 +198,8 @@ def attention(
     begin = head // H * (H * L) + head % H * L
     q = q_desc.load([begin + block * BM, 0])
     sums = tl.zeros([BM, D], dtype=tl.float32)
-    sums = attended(sums, q, k_desc, v_desc, begin, block * BM, block * BM, BM, BN, D, False)
-    sums = attended(sums, q, k_desc, v_desc, begin, block * BM, (block + 1) * BM, BM, BN, D, True)
+    sums = attended(sums, q, k_desc, v_desc, begin, block * BM, block * BM, BM, BN, False)
+    sums = attended(sums, q, k_desc, v_desc, begin, block * BM, (block + 1) * BM, BM, BN, True)
     o_desc.store([begin + block * BM, 0], sums)
 
 
@@ -278,7 +267,6 @@ class Form:
     launch: Callable[..., None]
     output: str = "c_ptr"
     tile: tuple[int, int] = (32, 32)
-    halves: bool = False
 
 
 def grid(m: int, n: int) -> Callable[[dict], tuple[int]]:
@@ -323,10 +311,6 @@ def launch_described(kernel, a, b, c, programs, halves: bool = False) -> None:
 
 def launch_halves(kernel, a, b, c, programs) -> None:
     launch_described(kernel, a, b, c, programs, True)
-
-
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a @ b
 
 
 PRODUCTS = {

@@ -28,7 +28,6 @@ from overlap_torch.plan.templates import (
 )
 from overlap_torch.plan.types import Kernel, Op, Resources
 
-MIB = 2**20
 PEERS = hopper(windows=True, peer_gbps=350.0)
 WINDOWS = hopper(windows=True)
 
