@@ -57,6 +57,7 @@ PLAN_TEST_NAME = f"_plan_test{sysconfig.get_config_var('EXT_SUFFIX')}"
 STEPS_TEST_NAME = "_steps_test.so"
 PLAN_STUB_NAME = "_plan.pyi"
 PROFILE = "overlap_torch/profiles/h200.json"
+TORCH_HEADERS = "cpu/torch_headers.h"
 PLANNER_FOLDER = "build/plan"  # the objects that know neither torch nor CUDA, for every build
 # One row for each Hopper GEMM: kernel, data types of the operand, with the stores to peers or without.
 SM90_SOURCE = "csrc/kernels/gemm/gemm_instance_sm90.cu"
@@ -91,6 +92,17 @@ class Edge:
     depends: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Precompiled:
+    """Headers that the compiler reads once for many files: what these are compiled with, and depend on."""
+
+    flags: tuple[str, ...] = ()
+    depends: tuple[str, ...] = ()
+
+
+NOTHING_PRECOMPILED = Precompiled()
+
+
 def sources(pattern: str, folder: str = "csrc") -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"{folder}/{pattern}"))
 
@@ -99,8 +111,12 @@ def isystem(paths: Iterable[Path | str]) -> list[str]:
     return [word for path in paths for word in ("-isystem", str(path))]
 
 
-def compile_edges(rule: str, files: Iterable[str], folder: str, flags: list[str]) -> list[Edge]:
-    return [Edge(rule, f"{folder}/{f.removeprefix('csrc/')}.o", [f], flags) for f in files]
+def compile_edges(
+    rule: str, files: Iterable[str], folder: str, flags: list[str], depends: Iterable[str] = ()
+) -> list[Edge]:
+    return [
+        Edge(rule, f"{folder}/{f.removeprefix('csrc/')}.o", [f], flags, [*depends]) for f in files
+    ]
 
 
 def objects(edges: Iterable[Edge]) -> list[str]:
@@ -131,13 +147,19 @@ def planner_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
     return [embed, digest, *made, *compile_edges("cxx", files, folder, CXX_FLAGS)]
 
 
-def module_edges(folder: str, files: list[str], includes: Iterable[Path | str]) -> list[Edge]:
+def module_edges(
+    folder: str,
+    files: list[str],
+    includes: Iterable[Path | str],
+    precompiled: Precompiled = NOTHING_PRECOMPILED,
+) -> list[Edge]:
     """The edges that compile a module of the Python that runs."""
     headers = Path(sysconfig.get_paths()["include"])
     if not (headers / "Python.h").exists():
         raise BuildError(f"no Python.h in {headers}: apt-get install python3-dev")
     abi = f"{folder}/{sysconfig.get_config_var('SOABI')}"
-    return compile_edges("cxx", files, abi, [*CXX_FLAGS, *isystem([*includes, headers])])
+    flags = [*precompiled.flags, *CXX_FLAGS, *isystem([*includes, headers])]
+    return compile_edges("cxx", files, abi, flags, precompiled.depends)
 
 
 def plan_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
@@ -158,7 +180,7 @@ def plan_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
 def steps_test_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
     """`_steps_test`: ops of the tests, on the executors of `_C`."""
     flags, library_flags, library_files = with_libraries(torch, cuda)
-    module = compile_edges("cxx", sources("steps_test/*.cc", "tests"), folder, flags)
+    module = torch_edges(sources("steps_test/*.cc", "tests"), folder, flags)
     changed = ("/mutate.cc.o", "/structure.cc.o")
     changes = [file for file in objects(plan_test_edges()) if file.endswith(changed)]
     inputs = objects([*module, *planner_edges()]) + changes
@@ -202,10 +224,35 @@ def link_with_torch(torch: ModuleType, libraries: Iterable[str]) -> list[str]:
     return [f"-L{Path(torch.__file__).parent / 'lib'}", *(f"-l{name}" for name in libraries)]
 
 
+def torch_precompiled(folder: str) -> Precompiled:
+    """The precompiled headers of torch, by g++; ccache would keep no objects that read them."""
+    version = subprocess.run([*find_cxx(), "--version"], capture_output=True, text=True).stdout
+    if shutil.which("ccache") or "Free Software Foundation" not in version:
+        return NOTHING_PRECOMPILED
+    made = f"{folder}/precompiled"
+    # The folder comes before -Icsrc, in which the header itself is.
+    flags = (f"-I{made}", "-include", TORCH_HEADERS, "-Winvalid-pch")
+    return Precompiled(flags, (f"{made}/{TORCH_HEADERS}.gch",))
+
+
+def precompile_edges(folder: str, torch: ModuleType) -> list[Edge]:
+    flags = [*CXX_FLAGS, *isystem(torch_headers(torch))]
+    return [
+        Edge("precompile", made, [f"csrc/{TORCH_HEADERS}"], flags)
+        for made in torch_precompiled(folder).depends
+    ]
+
+
+def torch_edges(files: Iterable[str], folder: str, flags: list[str]) -> list[Edge]:
+    """Compiles files that know torch."""
+    precompiled = torch_precompiled(folder)
+    return compile_edges("cxx", files, folder, [*precompiled.flags, *flags], precompiled.depends)
+
+
 def eager_edges(folder: str, torch: ModuleType) -> list[Edge]:
     """`_eager`: the ops as functions of Python's; torch, imported first, has loaded what it needs."""
     files = [f"csrc/binding/python/{name}_module.cc" for name in ("eager", "autograd")]
-    module = module_edges(folder, files, torch_headers(torch))
+    module = module_edges(folder, files, torch_headers(torch), torch_precompiled(folder))
     flags = link_with_torch(torch, ["c10", "torch_cpu", "torch_python"])
     return [*module, Edge("link", f"{folder}/{EAGER_NAME}", objects(module), flags)]
 
@@ -273,7 +320,7 @@ def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
         runtime_flags = [*CXX_FLAGS, *cuda.defines, *isystem(cuda.includes)]
         edges += compile_edges("cxx", sources("runtime/*.cc"), folder, runtime_flags)
     flags, link_flags, library_files = with_libraries(torch, cuda)
-    edges += compile_edges("cxx", bindings, folder, flags)
+    edges += torch_edges(bindings, folder, flags)
     inputs = objects(edges + planner_edges())
     return [*edges, Edge("link", f"{folder}/_C.so", inputs, link_flags, library_files)]
 
@@ -302,6 +349,7 @@ def rule_commands(cuda: Cuda | None) -> dict[str, list[str]]:
     compile_ = "-MD -MF $out.d $flags -c $in -o $out".split()
     rules = {
         "cxx": [*cached, *find_cxx(), *compile_],
+        "precompile": [*find_cxx(), *"-x c++-header".split(), *compile_],
         "link": [*find_cxx(), *"-shared $in $flags -o $out".split()],
         "program": [*find_cxx(), *"$in $flags -o $out".split()],
         "embed": [sys.executable, *"tools/embed.py $in $out $flags".split()],
@@ -413,7 +461,11 @@ class build_ext(setuptools_build_ext):
         folder = f"build/torch-{torch.__version__}-{'cuda' if cuda else 'cpu'}"
         in_checkout = bool(self.inplace or self.editable_mode)
         run_ninja(PLANNER_FOLDER, planner_module_edges(in_checkout))
-        edges = eager_edges(folder, torch) + op_edges(folder, torch, cuda)
+        edges = [
+            *precompile_edges(folder, torch),
+            *eager_edges(folder, torch),
+            *op_edges(folder, torch, cuda),
+        ]
         if in_checkout:
             edges += steps_test_edges(folder, torch, cuda)
         run_ninja(folder, edges, cuda)

@@ -213,6 +213,10 @@ def fast_paths(found: Findings) -> list[FastPath]:
         stores = "copies and kernels beside the GEMM; only Hopper's GEMM stores partial sums itself"
     detail = reason or stores
     paths.append(FastPath("Peer memory", not reason, detail))
+    detail = reason or (
+        "peer memory within each host, NCCL between them: plan.templates.hierarchical, or tune"
+    )
+    paths.append(FastPath("Several hosts", not reason, detail))
     return paths
 
 

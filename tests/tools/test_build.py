@@ -330,6 +330,7 @@ def test_doctor_has_peer_memory_on_without_hopper():
         (AMPERES | {"gpus": (TURING, TURING)}, "Peer memory", "no GEMM kernel"),
         (HOPPERS | {"gpus": (HOPPER,) * 9}, "Peer memory", "9 GPUs"),
         (HOPPERS | {"peers": {(0, 1): True, (1, 0): False}}, "Peer memory", "reaches"),
+        (HOPPERS | {"gpus": (HOPPER,) * 9}, "Several hosts", "9 GPUs"),
         (
             HOPPERS | {"why_no_peers": "NCCL_P2P_DISABLE=1"},
             "Peer memory",
