@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from overlap_torch._inductor.editing import (
     is_tensor,
     is_view,
     only_user,
-    same_shape,
     value,
 )
 from overlap_torch._layers.rmsnorm import MOST_ROWS, kernels_finish
@@ -63,7 +63,11 @@ def fuse_norm(total: Node) -> str | None:
     if summed is None:
         return None
     at, views = _behind_views(total)
-    residual = _residual(at)
+    rows = summed.bias is None and value(at).dim() > 1
+    if rows and (bias := _added(at, value(at).shape[-1:])) is not None:
+        summed, at = replace(summed, bias=bias), only_user(at)
+        views.append(at)
+    residual = _added(at, value(at).shape)
     last = at if residual is None else next(iter(at.users))
     norm = _norm_of(last)
     if norm is None or not _gains(last):
@@ -142,8 +146,8 @@ def _behind_views(total: Node) -> tuple[Node, list[Node]]:
     return at, views
 
 
-def _residual(total: Node) -> Node | None:
-    """The tensor that the only reader of ``total`` adds to it."""
+def _added(total: Node, shape: Sequence[int | torch.SymInt]) -> Node | None:
+    """The tensor of this shape that the only reader of ``total`` adds to it."""
     user = only_user(total)
     if user is None or user.target is not aten.add.Tensor or user.kwargs.get("alpha", 1) != 1:
         return None
@@ -151,7 +155,8 @@ def _residual(total: Node) -> Node | None:
     fits = (
         is_tensor(other)
         and other is not total
-        and same_shape(value(other), value(total))
+        and value(other).dim() == len(shape)
+        and all(as_expr(a) == as_expr(b) for a, b in zip(value(other).shape, shape, strict=True))
         and value(other).dtype == value(total).dtype
     )
     return other if fits else None

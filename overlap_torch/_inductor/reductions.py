@@ -159,7 +159,7 @@ def _emit(
     note = ""
     if any(product.gemm.bias is not None for product in products):
         bias, note = _whole_bias(editor, reduction, products)
-    elif not by_columns and reduction.kind == "sum":
+    elif not by_columns and reduction.kind == "sum" and reduction.scatters:
         bias_add = _bias_behind(reduction, columns)
         bias = None if bias_add is None else bias_add.bias
     if by_columns:  # the product's transpose, whose rows are cut
@@ -399,7 +399,10 @@ class _BiasAdd:
 
 
 def _bias_behind(reduction: _Reduction, columns: Atoms) -> _BiasAdd | None:
-    """The addition of a bias [N] to the reduced product, if nothing else reads the product."""
+    """The addition of a bias [N] to a reduce-scatter's rows, if nothing else reads them.
+
+    An all-reduce's stays in the graph: a rank may add its own to the rows that it sends to all, and each rank's may differ.
+    """
     if len(reduction.waits) != 1 or len(reduction.node.users) != 1:
         return None
     node, layout = reduction.waits[0], reduction.result

@@ -19,6 +19,8 @@ from checks import Failures
 from graphs import OPS, Graphs
 from operands import difference, integers, rank_device, subgroup
 from overlap_torch._inductor.fusion import Settings
+from overlap_torch.plan import Problem, use_plan
+from overlap_torch.plan.templates import row_panels
 
 WORLD = 2
 
@@ -269,6 +271,16 @@ def check_patterns(
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_inductor_fuses_what_is_written_by_hand(failures: Failures) -> None:
     check_patterns(failures, PATTERNS)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_adds_each_ranks_own_bias_behind_an_all_reduce(failures: Failures) -> None:
+    """The op's bias is the same on all ranks: by this plan a rank adds it to its rows, and sends them to all."""
+    problem = Problem(6, 7, 5, "float32", 2)
+    owners = row_panels(problem, 1, transport="gloo", tile=(2, 7), collective="stripes")
+    names = ("bias behind, two readers", "bias of every rank")
+    with use_plan(owners):
+        check_patterns(failures, {name: PATTERNS[name] for name in names})
 
 
 DYNAMIC = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from datetime import timedelta
 
 import pytest
@@ -341,38 +340,3 @@ def test_hosts_rank_that_leaves_a_call_out_is_named(failures: Failures) -> None:
     else:  # nothing has failed here
         failures.expect(message_of(overlap_torch.check) or None)
     dist.barrier()
-
-
-def call_as_a_host_vanishes() -> str:
-    """The error of the ranks on the host that is left."""
-    case = Case((2048,), 512, 128, torch.bfloat16)
-    group = dist.new_group(timeout=timedelta(seconds=rank_pool.under_load(2.0)))
-    arguments = OPS["gemm_allreduce"].arguments(case, *place(), 0)
-    plan = plans_of("gemm_allreduce", case, 4, Kernel.LIBRARY, ("peer",))[0][1]
-    plan_module.set_plan(plan, group=group)
-
-    def step() -> None:
-        OPS["gemm_allreduce"].wrapper(*arguments, group=group)
-        torch.cuda.synchronize()
-
-    step()
-    dist.barrier()
-    if dist.get_rank() >= RANKS_PER_HOST:
-        os._exit(3)
-    first = message_of(step)
-    return first or message_of(step)
-
-
-@pytest.mark.ranks((4, "nccl"))
-def test_hosts_that_vanish_are_found_by_the_ranks_of_others(ranks) -> None:
-    outcomes = rank_pool.run_fresh(
-        4,
-        "nccl",
-        call_as_a_host_vanishes,
-        group_timeout_s=60.0,
-        timeout_s=rank_pool.under_load(60.0),
-        environment={"OVERLAP_HOST_ID": "host{host}"},
-    )
-    assert [one.kind for one in outcomes] == ["returned", "returned", "died", "died"]
-    for one in outcomes[:RANKS_PER_HOST]:
-        assert "group '" in one.value
