@@ -32,6 +32,7 @@ _IDLE = (
     "NCCL_HOSTID",
     "OVERLAP_CACHE",
     "OVERLAP_DEBUG",
+    "OVERLAP_HOST_ID",
     "OVERLAP_LOG",
     "OVERLAP_ON_FAILURE",
     "OVERLAP_TIMEOUT_S",
@@ -65,6 +66,8 @@ def environment(device: torch.device, machine: Machine, world: int) -> dict[str,
     }
     if machine.serial:
         found["serial"] = "True"
+    if machine.clique > 0:
+        found["clique"] = str(machine.clique)
     for name in sorted(os.environ):
         if name.startswith(_PREFIXES) and name not in _IDLE:
             found[name] = os.environ[name]

@@ -605,6 +605,9 @@ def test_tune_files_know_what_times_hold_for(monkeypatch):
     before = _tuned_files.environment(device, machine, 2)
     monkeypatch.setenv("OVERLAP_CACHE", "/somewhere")
     assert _tuned_files.environment(device, machine, 2) == before
+    machine.clique = 2  # plans between hosts of two ranks
+    assert _tuned_files.environment(device, machine, 2) == {**before, "clique": "2"}
+    machine.clique = 0
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     changed = _tuned_files.environment(device, machine, 2)
     assert changed == {**before, "NCCL_ALGO": "Ring"}
