@@ -655,6 +655,18 @@ def test_kernels_lists_for_gpus_are_right_in_any_order(op, world):
             assert left <= REDUNDANT.get((op, world), set()), label
 
 
+@pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
+@pytest.mark.parametrize(("world", "ranks_per_host"), [(4, 2), (8, 4)])
+def test_kernels_lists_between_hosts_are_right_in_any_order(op, world, ranks_per_host):
+    problem = Problem(64 * world, 20, 6, torch.float32, world, op)
+    for transport, chunks in itertools.product(("peer", "nccl"), (1, 3)):
+        how = {"tile": (8, 8), "transport": transport, "max_ctas": 8, "comm_sms": 16}
+        made = plan.templates.hierarchical(problem, ranks_per_host, chunks, **how)
+        for awaits in (False, True) if op == Op.ALLGATHER_GEMM else (False,):
+            fault = _plan_test.find_fault(made, H200, [False] * world, awaits=awaits)
+            assert fault == "", (transport, chunks, awaits)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER])
 @pytest.mark.parametrize("rows", [512, 700, 6144])
