@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from datetime import timedelta
 
 import pytest
@@ -151,6 +152,8 @@ def test_hosts_programs_go_between_hosts_by_nccl(make) -> None:
                 assert one["peer"] // (world // 2) != rank // (world // 2)
                 messages += 1
         assert messages > 0
+        slow, fast = (_plan.predict(plan, described(2, gbps)) for gbps in (12.5, 50.0))
+        assert fast.communication_us < slow.communication_us < math.inf
         plan = by_engines(plan, ["copy_engine"])
         with pytest.raises(
             ValueError, match="to another host, as each has . ranks: take by = nccl"

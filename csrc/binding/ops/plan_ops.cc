@@ -89,7 +89,7 @@ void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_
       "each other's memory; use nccl",
       machine.clique > 0 ? ", or the collective hierarchical" : "");
   TORCH_CHECK_VALUE(
-      !plan::over_peers(plan) || !plan::hierarchical(plan) || plan.clique == machine.clique,
+      !plan::over_peers(plan) || plan.clique == 0 || plan.clique == machine.clique,
       "set_plan: the plan is for hosts of ", plan.clique,
       " ranks that map each other's memory, but this group has ",
       machine.clique > 0 ? c10::str("hosts of ", machine.clique) : std::string("no such hosts"),

@@ -45,12 +45,11 @@ plan::Profile::Call fast_call(const Walk& w) {
   }
 }
 
-// Messages of a plan in two levels. Messages within a clique that maps no memory take the group's link.
-double across_us(const Walk& w, double bytes) {
-  const bool known = w.machine.across_gbps > 0.0;
-  const double gbps = known ? w.machine.across_gbps : w.machine.link_gbps;
-  const double start_us = known ? w.machine.across_latency_us : w.machine.link_latency_us;
-  return (w.cpu ? w.profile.cpu.call_us : 0.0) + start_us + bytes / (1e3 * gbps);
+// A message of a program, or of a plan in two levels: to another host, as far as the machine knows hosts.
+double message_us(const Walk& w, double bytes) {
+  const bool across = w.plan.clique > 0 && w.machine.across_gbps > 0.0;
+  const double gbps = across ? w.machine.across_gbps : w.machine.link_gbps;
+  return (across ? w.machine.across_latency_us : w.machine.link_latency_us) + bytes / (1e3 * gbps);
 }
 
 // The copy engine's time from rank to rank.
@@ -150,13 +149,13 @@ double end_of(const Collective& call, Walk& w, size_t, double& begin_us) {
 double end_of(const SendReceive& call, Walk& w, size_t id, double& begin_us) {
   const double sent = w.bytes_of(call.sends);
   const double received = w.bytes_of(call.receives);
-  if (w.program) {
-    const double us = std::max(sent, received) / (1e3 * w.machine.link_gbps);
-    return begin_us + w.communicated(w.machine.link_latency_us + us);
-  }
+  if (w.program) return begin_us + w.communicated(message_us(w, std::max(sent, received)));
   const bool beside = w.list.steps[id].lane != Lane::kCaller;
   if (sent + received == 0.0) return begin_us;
-  if (w.hierarchical) return begin_us + w.communicated(across_us(w, std::max(sent, received)));
+  if (w.hierarchical) {
+    const double call_us = w.cpu ? w.profile.cpu.call_us : 0.0;
+    return begin_us + w.communicated(call_us + message_us(w, std::max(sent, received)));
+  }
   // An all-gather's: as many bytes as a collective over all ranks' parts.
   if (w.gathers)
     return begin_us + w.communicated(beside_on_cpu_us(w, received / (w.ranks - 1) * w.ranks));

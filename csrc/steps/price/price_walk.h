@@ -116,9 +116,8 @@ struct Walk {
   }
   // The bytes that a chunk's communication leaves for a step that puts them in place.
   double chunk_bytes_after(size_t id) const {
-    const What& what = list.steps[index(list.steps[id].after[0])].what;
-    const auto* const call = std::get_if<Collective>(&what);
-    return call == nullptr ? 0.0 : static_cast<double>(call->count) * element;
+    const Step& call = list.steps[index(list.steps[id].after[0])];
+    return static_cast<double>(std::get<Collective>(call.what).count) * element;
   }
   // A step that puts a chunk in place hides beside the next chunk's communication; one that copies an all-gather's rows
   // hides beside their GEMM.
@@ -145,8 +144,8 @@ struct Walk {
   double local_us(double bytes) const { return bytes / (1e3 * profile.local.read_write_gbps); }
   double slots_us(double bytes) const { return bytes / (1e3 * profile.local.slot_gbps); }
   double sent_us(double bytes) const {
-    return bytes / (1e3 * (hierarchical && machine.clique_gbps > 0.0 ? machine.clique_gbps
-                                                                     : machine.peer_gbps));
+    const bool within = plan.clique > 0 && machine.clique_gbps > 0.0;
+    return bytes / (1e3 * (within ? machine.clique_gbps : machine.peer_gbps));
   }
   double flag_us() const { return profile.peer.sequential_us / 2.0; }
 };
