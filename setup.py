@@ -12,6 +12,7 @@ Nothing is downloaded here. Environment variables: `python -m overlap_torch doct
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -224,10 +225,16 @@ def link_with_torch(torch: ModuleType, libraries: Iterable[str]) -> list[str]:
     return [f"-L{Path(torch.__file__).parent / 'lib'}", *(f"-l{name}" for name in libraries)]
 
 
-def torch_precompiled(folder: str) -> Precompiled:
-    """The precompiled headers of torch, by g++; ccache would keep no objects that read them."""
+@functools.cache
+def precompiles() -> bool:
+    """True of g++, unless ccache is there, which would keep no objects that read precompiled headers."""
     version = subprocess.run([*find_cxx(), "--version"], capture_output=True, text=True).stdout
-    if shutil.which("ccache") or "Free Software Foundation" not in version:
+    return "Free Software Foundation" in version and not shutil.which("ccache")
+
+
+def torch_precompiled(folder: str) -> Precompiled:
+    """The precompiled headers of torch."""
+    if not precompiles():
         return NOTHING_PRECOMPILED
     made = f"{folder}/precompiled"
     # The folder comes before -Icsrc, in which the header itself is.

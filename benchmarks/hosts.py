@@ -22,8 +22,7 @@ _REACHED = 0.9  # of a link's rate, by long messages
 
 
 def described(hosts: int, ranks: int, link_gbps: float, network_gbps: float) -> Machine:
-    """``ranks`` GPUs on each host, each with these GB/s on its host and between hosts. Latencies are of Ethernet or
-    InfiniBand by GPUDirect RDMA, as NCCL's tests report them."""
+    """``ranks`` GPUs on each host, each with these GB/s on its host and between hosts. Latencies are assumed."""
     return Machine(
         arch=H200.arch,
         sm_count=H200.sm_count,
@@ -50,9 +49,8 @@ def fastest(problem: Problem, machine: Machine) -> tuple[Plan, float]:
 def bound(problem: Problem, machine: Machine, gemm_us: float) -> tuple[str, float]:
     """The longest of the GEMM, the bytes between hosts and those within a host, and its microseconds."""
     columns = problem.k if problem.op == _plan.Op.ALLGATHER_GEMM else problem.n
-    moved = (
-        problem.m * columns * 2 / 1e3 / machine.clique
-    )  # each GPU's share, in thousands of bytes
+    # Each GPU's share, in thousands of bytes.
+    moved = problem.m * columns * 2 / 1e3 / machine.clique
     ways = 2 if problem.op == _plan.Op.GEMM_ALLREDUCE else 1
     hosts = problem.world_size // machine.clique
     parts = {

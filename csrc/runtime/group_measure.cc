@@ -9,6 +9,11 @@
 #include "runtime/scratch.h"
 
 namespace overlap::runtime {
+namespace {
+
+constexpr int64_t kCopiedBytes = int64_t{1} << 25;  // to measure copies into peers' memory
+
+}  // namespace
 
 void Group::measure_link() {
   constexpr size_t kSmallBytes = size_t{1} << 18;
@@ -75,7 +80,6 @@ void Group::measure_link() {
 
 // Finds out which ranks map each other's memory, and how fast copies into it are.
 void Group::measure_peers() {
-  constexpr int64_t kBytes = int64_t{1} << 25;
   const auto all_gather = [this](const std::vector<uint8_t>& own) { return all_gather_bytes(own); };
   const auto wanted = static_cast<uint8_t>(options_.peers);
   const std::vector<uint8_t> all = all_gather({wanted, wanted});
@@ -84,7 +88,7 @@ void Group::measure_peers() {
   peers_ = Peers::make(all_gather, clique_, device_.side[0].get());
   if (peers_ == nullptr) return;
   try {
-    peers_->reserve(kBytes);
+    peers_->reserve(kCopiedBytes);
   } catch (const Error&) {
     peers_.reset();
     return;
@@ -105,7 +109,6 @@ void Group::measure_peers() {
 // From one slot into another: nobody reads there. To each rank in turn, as neighbours may be bridged and others not:
 // what plans move to all is as slow as the slowest way.
 float Group::measure_copies() {
-  constexpr int64_t kBytes = int64_t{1} << 25;
   constexpr int kRepeats = 5;
   float gbps = 0.0f;
   const cudaStream_t stream = device_.side[0].get();
@@ -118,11 +121,12 @@ float Group::measure_copies() {
     float best = 0.0f;
     for (int repeat = 0; repeat < kRepeats; ++repeat) {
       begin.record(stream);
-      check_cuda(cudaMemcpyAsync(destination, source, kBytes, cudaMemcpyDeviceToDevice, stream),
-                 "cudaMemcpyAsync");
+      check_cuda(
+          cudaMemcpyAsync(destination, source, kCopiedBytes, cudaMemcpyDeviceToDevice, stream),
+          "cudaMemcpyAsync");
       end.record(stream);
       await(stream);
-      best = std::max(best, static_cast<float>(kBytes / (1e3 * elapsed_us(begin, end))));
+      best = std::max(best, static_cast<float>(kCopiedBytes / (1e3 * elapsed_us(begin, end))));
     }
     gbps = distance == 1 ? best : std::min(gbps, best);
   }

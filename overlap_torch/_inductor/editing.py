@@ -159,8 +159,12 @@ def is_identity(node: Node) -> bool:
 
 def same_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if the shapes are equal for any value of the symbols."""
-    return one.dim() == other.dim() and all(
-        as_expr(a) == as_expr(b) for a, b in zip(one.shape, other.shape, strict=True)
+    return same_sizes(one.shape, other.shape)
+
+
+def same_sizes(one: Sequence[int | torch.SymInt], other: Sequence[int | torch.SymInt]) -> bool:
+    return len(one) == len(other) and all(
+        as_expr(a) == as_expr(b) for a, b in zip(one, other, strict=True)
     )
 
 

@@ -23,6 +23,7 @@ from overlap_torch._inductor.editing import (
     is_tensor,
     is_view,
     only_user,
+    same_sizes,
     value,
 )
 from overlap_torch._layers.rmsnorm import MOST_ROWS, kernels_finish
@@ -155,8 +156,7 @@ def _added(total: Node, shape: Sequence[int | torch.SymInt]) -> Node | None:
     fits = (
         is_tensor(other)
         and other is not total
-        and value(other).dim() == len(shape)
-        and all(as_expr(a) == as_expr(b) for a, b in zip(value(other).shape, shape, strict=True))
+        and same_sizes(value(other).shape, shape)
         and value(other).dtype == value(total).dtype
     )
     return other if fits else None

@@ -38,6 +38,14 @@ class List {
     made.steps.back().held = true;
     return id;
   }
+  // A step of a chunk's communication.
+  template <typename Kind>
+  StepId add_of_chunk(int32_t chunk, Lane lane, Kind what, std::vector<StepId> after = {}) {
+    communicates = chunk;
+    const StepId id = add(lane, std::move(what), std::move(after));
+    communicates = -1;
+    return id;
+  }
   int32_t add_order(const plan::TileOrder& order) {
     made.orders.push_back(order);
     return static_cast<int32_t>(made.orders.size()) - 1;

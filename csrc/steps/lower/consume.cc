@@ -214,9 +214,7 @@ class Consume : GatherPlaces {
       for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
         if (peers_) {
           const Copy copy = {own_rows(chunk), in_slot_of(peer, chunk, rank_), chunk_bytes(chunk)};
-          list_.communicates = chunk;
-          list_.add(Lane::kSide0, copy);
-          list_.communicates = -1;
+          list_.add_of_chunk(chunk, Lane::kSide0, copy);
         } else {
           add_message(messages.sends, peer, own_rows(chunk), chunk_bytes(chunk));
           add_message(messages.receives, peer, arrived(chunk, peer), chunk_bytes(chunk));
@@ -238,9 +236,9 @@ class Consume : GatherPlaces {
       add_message(messages.sends, peer, own_rows(chunk), chunk_bytes(chunk));
       add_message(messages.receives, peer, arrived(chunk, peer), chunk_bytes(chunk));
     }
-    list_.communicates = chunk;  // of all messages these are what timelines show
-    const StepId sent = list_.add_held(levels_.across(chunk), std::move(messages));
-    list_.communicates = -1;
+    // Timelines show these of all messages.
+    const StepId sent = list_.add_of_chunk(chunk, levels_.across(chunk), std::move(messages));
+    list_.made.steps.back().held = true;
     return sent;
   }
 
@@ -255,11 +253,9 @@ class Consume : GatherPlaces {
         const int32_t sent = at_.rank(number, at_.place());
         const int32_t received = at_.rank(number, place);
         if (peers_) {
-          list_.communicates = chunk;
-          list_.add(Lane::kSide0,
-                    Copy{arrived(chunk, sent), in_slot_of(peer, chunk, sent), chunk_bytes(chunk)},
-                    std::exchange(after, {}));
-          list_.communicates = -1;
+          const Copy copy = {arrived(chunk, sent), in_slot_of(peer, chunk, sent),
+                             chunk_bytes(chunk)};
+          list_.add_of_chunk(chunk, Lane::kSide0, copy, std::exchange(after, {}));
         } else {
           add_message(messages.sends, peer, arrived(chunk, sent), chunk_bytes(chunk));
           add_message(messages.receives, peer, arrived(chunk, received), chunk_bytes(chunk));

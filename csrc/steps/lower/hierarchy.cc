@@ -107,9 +107,7 @@ void HierarchicalReduction::begin(int32_t chunk, Chunk where) {
     if (at_.clique() > 1) sent.last = list_.add(Lane::kSide0, terms(chunk));
     return;
   }
-  list_.communicates = chunk;
   send_terms(chunk);
-  list_.communicates = -1;
   sent.signal = signals_++;
   sent.last = list_.add(Lane::kSide0, Signal{sent.signal});
 }
@@ -131,7 +129,7 @@ void HierarchicalReduction::send_terms(int32_t chunk) {
     for (const Run& run : runs(chunk, place)) {
       if (run.rows == 0) continue;
       const Where to = behind(term(place, at_.place(), chunk), bytes(run.landing));
-      list_.add(Lane::kSide0, Copy{run.source, to, bytes(run.rows)});
+      list_.add_of_chunk(chunk, Lane::kSide0, Copy{run.source, to, bytes(run.rows)});
     }
   }
 }
@@ -188,9 +186,9 @@ StepId HierarchicalReduction::exchange(int32_t chunk, StepId after) {
                 bytes(rows_of(chunk, at_.place(), number)));
     add_message(messages.receives, peer, far_term(number, chunk), bytes(rows));
   }
-  list_.communicates = chunk;  // of all messages these are what timelines show
-  const StepId sent = list_.add(levels_.across(chunk), std::move(messages), {after});
-  list_.communicates = -1;
+  // Timelines show these of all messages.
+  const StepId sent =
+      list_.add_of_chunk(chunk, levels_.across(chunk), std::move(messages), {after});
   return rows == 0 ? sent : add_across(chunk);
 }
 
@@ -239,9 +237,7 @@ StepId HierarchicalReduction::gather_within(int32_t chunk) {
   for (const int32_t place : at_.places()) {
     if (own_bytes == 0) break;
     const Where to = term(place, at_.clique() + at_.place(), chunk);
-    list_.communicates = chunk;
-    last = list_.add(levels_.across(chunk), Copy{own, to, own_bytes});
-    list_.communicates = -1;
+    last = list_.add_of_chunk(chunk, levels_.across(chunk), Copy{own, to, own_bytes});
   }
   list_.add(Lane::kSide0, Signal{signals_}, {last});
   last = list_.add(Lane::kCopy, WaitForPeers{signals_++}, {last});

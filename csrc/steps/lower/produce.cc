@@ -210,12 +210,9 @@ class Produce {
     const int32_t lane = chunk % plan_.resources.lanes;
     const Where source = place(chunk, exchanges_ ? rank_ : 0);
     const Where destination = row_parts_ > 1 ? result(chunk) : place(chunk, 0);
-    list_.communicates = chunk;
-    const StepId id =
-        list_.add(side(chunk), Collective{plan_.collective, plan_.chunks[index(chunk)].max_ctas,
-                                          lane, source, destination, extents_[index(chunk)].count});
-    list_.communicates = -1;
-    return id;
+    return list_.add_of_chunk(chunk, side(chunk),
+                              Collective{plan_.collective, plan_.chunks[index(chunk)].max_ctas,
+                                         lane, source, destination, extents_[index(chunk)].count});
   }
 
   // True if something is left to do once the chunk has been communicated.
