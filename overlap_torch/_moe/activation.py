@@ -32,7 +32,7 @@ _ACTIVATIONS = {
     "relu": (functional.relu, lambda grad, x: _aten.threshold_backward(grad, x, 0)),
 }
 FORM = "str activation, float alpha, float limit, float offset, bool gated, bool interleaved"
-_OPERANDS = "Tensor hidden, Tensor? up, Tensor? bias, Tensor offs"
+_OPERANDS = "Tensor hidden, Tensor? up, Tensor? bias, Tensor? shares, Tensor offs"
 
 
 @dataclass(frozen=True)
@@ -130,47 +130,72 @@ def _gradients(grad, operands, form) -> tuple[torch.Tensor, torch.Tensor | None]
 
 
 @define(f"_moe_gate({_OPERANDS}, {FORM}) -> Tensor")
-def _gate(hidden, *operands_and_form):
-    return gate_unrounded(hidden, *operands_and_form).to(hidden.dtype)
+def _gate(hidden, up, bias, shares, offs, *form):
+    """`gate_unrounded` times the rows' shares [R, 1] (None: 1), rounded."""
+    value = gate_unrounded(hidden, up, bias, offs, *form)
+    return (value if shares is None else value * shares.to(value.dtype)).to(hidden.dtype)
 
 
-@define(f"_moe_gate_backward(Tensor grad, {_OPERANDS}, {FORM}) -> (Tensor, Tensor)")
-def _gate_backward(grad, hidden, up, bias, offs, *form):
-    """The gradients of hidden and up; without up the second is empty."""
+@define(f"_moe_gate_backward(Tensor grad, {_OPERANDS}, {FORM}) -> (Tensor, Tensor, Tensor, Tensor)")
+def gate_backward(grad, hidden, up, bias, shares, offs, *form):
+    """The gradients of hidden and up (without up, empty), the rows that `_moe_gate` returns, and the shares' gradients,
+    [R, 1], not rounded."""
+    value = _gate(hidden, up, bias, None, offs, *form)
+    wide = accumulated(hidden.dtype)
+    grad = grad.to(wide)
+    dots = (grad * value.to(wide)).sum(1, keepdim=True)
+    if shares is not None:
+        shares = shares.to(wide)
+        value, grad = (value.to(wide) * shares).to(hidden.dtype), grad * shares
     of_gate, of_other = _gradients(grad, (hidden, up, bias, offs), form)
     if of_other is None:
-        return of_gate.to(hidden.dtype).contiguous(), hidden.new_empty(0)
+        return of_gate.to(hidden.dtype).contiguous(), hidden.new_empty(0), value, dots
     if up is not None:
-        return tuple(part.to(hidden.dtype).contiguous() for part in (of_gate, of_other))
+        pair = (part.to(hidden.dtype).contiguous() for part in (of_gate, of_other))
+        return *pair, value, dots
     both = torch.stack((of_gate, of_other), 2 if form[-1] else 1)
-    return both.reshape(hidden.shape).to(hidden.dtype), hidden.new_empty(0)
+    return both.reshape(hidden.shape).to(hidden.dtype), hidden.new_empty(0), value, dots
+
+
+def bias_gradient(of_hidden, of_up, bias, offs):
+    """[e, 2I]: the sums of each expert's rows."""
+    rows = of_hidden if of_up is None else torch.cat((of_hidden, of_up), 1)
+    # Eight columns, as a grouped GEMM's rows begin at multiples of 16 bytes.
+    return _ops._moe_weight_gradient(rows, rows.new_ones(rows.shape[0], 8), offs)[:, :, 0]
 
 
 def _keep(ctx, inputs, output) -> None:
-    operands, ctx.form = inputs[:4], inputs[4:]
+    operands, ctx.form = inputs[:5], inputs[5:]
     ctx.save_for_backward(*operands)
 
 
 def _backward(ctx, grad):
-    hidden, up, bias, offs = operands = ctx.saved_tensors
+    _, up, bias, shares, offs = operands = ctx.saved_tensors
     # A second derivative follows the composition; the operator has none of its own.
-    compute = _gate_backward if torch.is_grad_enabled() else _ops._moe_gate_backward
-    of_hidden, of_up = compute(grad, *operands, *ctx.form)
-    of_bias = None
-    if bias is not None and ctx.needs_input_grad[2]:
-        rows = of_hidden if up is None else torch.cat((of_hidden, of_up), 1)
-        # Eight columns, as a grouped GEMM's rows begin at multiples of 16 bytes.
-        of_bias = _ops._moe_weight_gradient(rows, rows.new_ones(rows.shape[0], 8), offs)[:, :, 0]
-    return of_hidden, None if up is None else of_up, of_bias, *(None,) * 7
+    compute = gate_backward if torch.is_grad_enabled() else _ops._moe_gate_backward
+    of_hidden, of_up, _, dots = compute(grad, *operands, *ctx.form)
+    of_up = None if up is None else of_up
+    needs_bias = bias is not None and ctx.needs_input_grad[2]
+    of_bias = bias_gradient(of_hidden, of_up, bias, offs) if needs_bias else None
+    of_shares = None if shares is None else dots.to(shares.dtype)
+    return of_hidden, of_up, of_bias, of_shares, *(None,) * 7
 
 
-def _fake_gate(hidden, up, bias, offs, activation, alpha, limit, offset, gated, interleaved):
-    width = hidden.shape[1]
-    return hidden.new_empty((hidden.shape[0], width // 2 if gated and up is None else width))
+def _width(hidden, up, gated: bool) -> int:
+    return hidden.shape[1] // (2 if gated and up is None else 1)
 
 
-def _fake_gate_backward(grad, hidden, up, *rest):
-    return torch.empty_like(hidden), hidden.new_empty(0) if up is None else torch.empty_like(up)
+def _fake_gate(hidden, up, bias, shares, offs, *form):
+    return hidden.new_empty((hidden.shape[0], _width(hidden, up, form[-2])))
+
+
+def _fake_gate_backward(grad, hidden, up, bias, shares, offs, *form):
+    return (
+        torch.empty_like(hidden),
+        hidden.new_empty(0) if up is None else torch.empty_like(up),
+        hidden.new_empty((hidden.shape[0], _width(hidden, up, form[-2]))),
+        hidden.new_empty((hidden.shape[0], 1), dtype=accumulated(hidden.dtype)),
+    )
 
 
 torch.library.register_fake("overlap::_moe_gate", _fake_gate, lib=library)

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 
 from overlap_torch._layers.linear import as_under_autocast
-from overlap_torch._moe import ops, products  # noqa: F401, registers operators
-from overlap_torch._moe.activation import NO_ACTIVATION, Gate, gate_unrounded
-from overlap_torch._ops.composition import accumulated
+from overlap_torch._moe import experts as _  # noqa: F401, registers operators
+from overlap_torch._moe import ops
+from overlap_torch._moe.activation import NO_ACTIVATION, Gate
+from overlap_torch._moe.ops import row_shares
 from overlap_torch._ops.graphs import constant_in_graphs
 from overlap_torch._ops.group import Group, group_name, place_of, reaches
 from overlap_torch._ops.nested import refuse_nested
@@ -366,36 +367,40 @@ def moe(
     _check_experts(x, gate_up, down, gate_up_bias, down_bias, gate, experts[rank])
 
     way = _way(x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
-    rows, route = _dispatched(x, topk_ids, experts, 1, way)
-    offs, wide = route.offs, topk_weights.to(accumulated(x.dtype))
-    shares = None if shares_on == "output" else _row_shares(wide, route)
-    if shares_on == "input":
-        rows = (rows * shares).to(x.dtype)
-    form = gate.form(interleaved)
+    form, up = gate.form(interleaved), gate_up[1] if len(gate_up) == 2 else None
     keep = torch.is_grad_enabled() and any(
-        each is not None and each.requires_grad for each in (rows, wide, *operands[1:])
+        each is not None and each.requires_grad for each in (*operands, topk_weights)
     )
-    if shares_on == "hidden" or keep:
-        parts = [_ops._moe_linear(rows, weight, offs) for weight in gate_up]
-        parts += [None] * (2 - len(parts))
-        if shares_on == "hidden":
-            hidden = gate_unrounded(*parts, gate_up_bias, offs, *form)
-            hidden = (hidden * shares).to(x.dtype)
-        else:
-            hidden = _ops._moe_gate(*parts, gate_up_bias, offs, *form)
-    else:
-        up = gate_up[1] if len(gate_up) == 2 else None
-        hidden = _ops._moe_hidden(rows, gate_up[0], up, gate_up_bias, offs, *form)
-    home = topk_weights if shares_on == "output" else None
+    # The experts' backward sends the tokens' gradients home itself, unless there is something between tokens and rows.
+    direct = shares_on != "input" and down_bias is None
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not direct):
+        rows, route = _dispatched(x, topk_ids, experts, 1, way)
+    if shares_on == "input":
+        rows = (rows * _row_shares(topk_weights, route, rows)).to(x.dtype)
     if down_bias is not None:
-        results = _ops._moe_linear(hidden, down, offs)
-        results = _ops._moe_gate(results, None, down_bias, offs, *NO_ACTIVATION)
-        return moe_combine(results, route, home)
-    how = (*_by_token(home, route), *route.routes, route.ranks_first, keep, route.group)
-    return _ops._moe_down(hidden, down, offs, *how)[0].view(*route.shape[:-1], down.shape[1])
+        return _biased(
+            rows, gate_up, gate_up_bias, down, down_bias, form, shares_on, topk_weights, route
+        )
+    shares, tokens, choices = _by_token(None if shares_on == "input" else topk_weights, route)
+    token_rows = x.reshape(tokens, x.shape[-1]) if direct else None
+    weights = (gate_up[0], up, gate_up_bias, down, shares)
+    how = (shares_on == "hidden", tokens, choices, *route.routes, route.ranks_first, keep, name)
+    output = _ops._moe_experts(token_rows, rows, *weights, route.offs, *form, *how)[0]
+    return output.view(*route.shape[:-1], down.shape[1])
 
 
-def _row_shares(weights: torch.Tensor, route: Route) -> torch.Tensor:
+def _biased(rows, gate_up, gate_up_bias, down, down_bias, form, shares_on, topk_weights, route):
+    """The experts' results with a bias, and their way home."""
+    offs = route.offs
+    parts = [_ops._moe_linear(rows, weight, offs) for weight in gate_up]
+    parts += [None] * (2 - len(parts))
+    shares = _row_shares(topk_weights, route, rows) if shares_on == "hidden" else None
+    hidden = _ops._moe_gate(*parts, gate_up_bias, shares, offs, *form)
+    results = _ops._moe_linear(hidden, down, offs)
+    results = _ops._moe_gate(results, None, down_bias, None, offs, *NO_ACTIVATION)
+    return moe_combine(results, route, topk_weights if shares_on == "output" else None)
+
+
+def _row_shares(weights: torch.Tensor, route: Route, rows: torch.Tensor) -> torch.Tensor:
     """[..., K] to [R, 1]: each row's share."""
-    routes, place, _, source, splits = route.routes
-    return _ops._moe_away(weights.reshape(-1, 1), routes, place, source, splits, route.group)
+    return row_shares(weights, route.routes, route.group, rows)

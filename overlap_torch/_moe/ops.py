@@ -49,7 +49,7 @@ for _schema in (
     "_moe_peer_combine(Tensor results, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, int choices, "
     "bool ranks_first, str group) -> Tensor",
     "_moe_peer_down(Tensor hidden, Tensor weight, Tensor offs, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, "
-    "int choices, bool keep, str group) -> (Tensor, Tensor)",
+    "int choices, str group) -> Tensor",
 ):
     library.define(_schema)
 
@@ -344,30 +344,31 @@ def _keep_combine(ctx, inputs, output) -> None:
 
 
 def _combine_backward(ctx, grad):
+    """A token's gradient goes once to a rank. The results are there, so shares' gradients are dots of rows."""
     results, weights, *routes = ctx.saved_tensors
-    form = (ctx.choices, ctx.ranks_first, ctx.group, ctx.needs_input_grad[1])
-    return *combine_gradients(grad, results, weights, routes, *form), *(None,) * 9
-
-
-def combine_gradients(
-    grad, results, weights, all_routes, choices, ranks_first, group, needs_shares
-):
-    """The gradients of results and shares. A token's gradient goes once to a rank. The results are there, so shares'
-    gradients are dots of rows."""
-    routes, place, _, source, splits = all_routes
-    carried = (routes, place, source, splits)
-    rows = _ops._moe_spread(grad, choices, *all_routes, ranks_first, group)
+    rows = _ops._moe_spread(grad, ctx.choices, *routes, ctx.ranks_first, ctx.group)
     if weights is None:
-        return rows, None
-    flat = weights.reshape(-1, 1).to(accumulated(results.dtype))
-    shares = _ops._moe_away(flat, *carried, group)
+        return rows, *(None,) * 10
     # A second derivative follows the composition; the operator has none of its own.
     compute = _weigh if torch.is_grad_enabled() else _ops._moe_weigh
-    for_results, dots = compute(rows, results, shares)
-    if not needs_shares:
-        return for_results, None
-    home = _ops._moe_home(dots, *carried, weights.numel(), group)
-    return for_results, home.view(weights.shape).to(weights.dtype)
+    for_results, dots = compute(rows, results, row_shares(weights, routes, ctx.group, results))
+    needs_shares = ctx.needs_input_grad[1]
+    for_shares = share_gradients(dots, weights, routes, ctx.group) if needs_shares else None
+    return for_results, for_shares, *(None,) * 9
+
+
+def row_shares(weights, routes, group: str, rows: torch.Tensor) -> torch.Tensor:
+    """[T, K] to [R, 1]: each row's share, in the type of the rows' sums."""
+    home, place, _, source, splits = routes
+    flat = weights.reshape(-1, 1).to(accumulated(rows.dtype))
+    return _ops._moe_away(flat, home, place, source, splits, group)
+
+
+def share_gradients(dots, weights, routes, group: str) -> torch.Tensor:
+    """[R, 1] to [T, K]: the transpose of `row_shares`."""
+    home, place, _, source, splits = routes
+    came = _ops._moe_home(dots, home, place, source, splits, weights.numel(), group)
+    return came.view(weights.shape).to(weights.dtype)
 
 
 def _keep_home(ctx, inputs, output) -> None:

@@ -9,22 +9,22 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._moe.activation import FORM, NO_ACTIVATION
-from overlap_torch._moe.ops import (
-    ROUTES,
-    combine,
-    combine_gradients,
-    complete,
-    define,
-    library,
-    peer_stride,
-)
+from overlap_torch._moe.ops import ROUTES, combine, complete, define, library, peer_stride
 
 _ops = torch.ops.overlap
 
+_HIDDEN = "Tensor rows, Tensor weight, Tensor? up, Tensor? bias, Tensor? shares, Tensor offs"
+_KEPT = f"{FORM}, bool keep) -> (Tensor, Tensor, Tensor)"
 # For CUDA on Hopper only: csrc/binding/cuda/moe_cuda.cc.
-library.define(
-    f"_moe_grouped(Tensor rows, Tensor weight, Tensor? up, Tensor? bias, Tensor offs, {FORM}) -> Tensor"
-)
+for _schema in (
+    f"_moe_grouped({_HIDDEN}, {_KEPT}",
+    "_moe_grouped_weights(Tensor grad, Tensor rows, Tensor offs) -> Tensor",
+):
+    library.define(_schema)
+
+
+# PyTorch's gradients of weights are faster if experts have fewer rows on average.
+_FEW_ROWS = 256
 
 
 def _ends(offs: torch.Tensor) -> list[tuple[int, int]]:
@@ -60,33 +60,35 @@ def _on_hopper(device: torch.device) -> bool:
 
 
 def _ours_fit(
-    rows: torch.Tensor, read: list[torch.Tensor], offs: torch.Tensor, columns: int
+    rows: list[torch.Tensor], weights: list[torch.Tensor], others: list, offs: torch.Tensor
 ) -> bool:
-    """True if this package's grouped GEMM takes the operands: 16-bit types, and contiguous rows of at least 128 bytes and
-    multiples of 16. Rows of the output, [R, columns], are multiples of 16 bytes, too. ``read``: weights and biases, which
-    it reads by 16 bytes."""
+    """True if this package's grouped GEMM takes the operands: 16-bit types, and rows of at least 128 bytes and multiples of
+    16. ``rows``: [R, ...], contiguous. ``weights``: [e, N, K], contiguous along N, or all along K. ``others``: what it also
+    reads by 16 bytes, or None."""
+    turned = [weight.transpose(1, 2) for weight in weights]
+    others = [each for each in others if each is not None]
     return (
-        rows.is_cuda
-        and rows.dtype in (torch.bfloat16, torch.float16)
-        and rows.numel() > 0
+        rows[0].is_cuda
+        and rows[0].dtype in (torch.bfloat16, torch.float16)
+        and rows[0].numel() > 0
         and 0 < offs.shape[0] <= 1024
-        and rows.shape[1] >= 64
-        and rows.shape[1] % 8 == 0
-        and columns > 0
-        and columns % 8 == 0
+        and rows[0].shape[1] >= 64
+        and all(each.shape[1] > 0 and each.shape[1] % 8 == 0 for each in (*rows, *weights))
+        and any(all(each.is_contiguous() for each in form) for form in (weights, turned))
+        and all(each.is_contiguous() for each in (*rows, *others))
         and all(
-            each.is_contiguous() and each.dtype == rows.dtype and each.data_ptr() % 16 == 0
-            for each in (rows, *read)
+            each.dtype == rows[0].dtype and each.data_ptr() % 16 == 0
+            for each in (*rows, *weights, *others)
         )
-        and _on_hopper(rows.device)
+        and _on_hopper(rows[0].device)
     )
 
 
 @define("_moe_linear(Tensor rows, Tensor weight, Tensor offs) -> Tensor")
 def _linear(rows, weight, offs):
     """[R, K] and [e, N, K] to [R, N]: each expert's rows with its own weight."""
-    if _ours_fit(rows, [weight], offs, weight.shape[1]):
-        return _ops._moe_grouped(rows, weight, None, None, offs, *NO_ACTIVATION)
+    if _ours_fit([rows], [weight], [], offs):
+        return _ops._moe_grouped(rows, weight, None, None, None, offs, *NO_ACTIVATION, False)[0]
     turned = weight.transpose(1, 2)
     if _groups_fit(rows, turned, offs):
         return torch._grouped_mm(rows, turned, offs=offs).contiguous()  # it pads short rows
@@ -100,7 +102,11 @@ def _linear(rows, weight, offs):
 @define("_moe_weight_gradient(Tensor grad, Tensor rows, Tensor offs) -> Tensor")
 def _weight_gradient(grad, rows, offs):
     """[R, N] and [R, K] to [e, N, K]; zeros for an expert without rows."""
-    if _groups_fit(grad.t(), rows, offs):
+    few = rows.shape[0] < _FEW_ROWS * offs.shape[0]
+    torchs = _groups_fit(grad.t(), rows, offs)
+    if not (few and torchs) and _ours_fit([grad, rows], [], [], offs):
+        return _ops._moe_grouped_weights(grad, rows, offs)
+    if torchs:
         return torch._grouped_mm(grad.t(), rows, offs=offs).contiguous()
     output = grad.new_zeros((offs.shape[0], grad.shape[1], rows.shape[1]))
     for expert, (begin, end) in enumerate(_ends(offs)):
@@ -109,68 +115,66 @@ def _weight_gradient(grad, rows, offs):
     return output
 
 
-@define(
-    f"_moe_hidden(Tensor rows, Tensor weight, Tensor? up, Tensor? bias, Tensor offs, {FORM}) -> Tensor"
-)
-def _hidden(rows, weight, up, bias, offs, *form):
-    """`_moe_linear` of one weight or two, and `_moe_gate`. It has no gradients."""
+@define(f"_moe_hidden({_HIDDEN}, {_KEPT}")
+def _hidden(rows, weight, up, bias, shares, offs, *form_and_keep):
+    """`_moe_linear` of one weight or two, and `_moe_gate`; and the products themselves if they are kept. Missing tensors
+    are empty."""
+    *form, keep = form_and_keep
     gated, interleaved = form[-2:]
     weights = [weight] if up is None else [weight, up]
-    columns = weight.shape[1] if up is not None else weight.shape[1] // 2
-    read = weights if bias is None else [*weights, bias]
-    if gated and not (up is not None and interleaved) and _ours_fit(rows, read, offs, columns):
-        return _ops._moe_grouped(rows, weight, up, bias, offs, *form)
+    fits = up is not None or weight.shape[1] % 16 == 0
+    fits = gated and fits and not (up is not None and interleaved)
+    if fits and _ours_fit([rows], weights, [bias], offs):
+        return _ops._moe_grouped(rows, weight, up, bias, shares, offs, *form_and_keep)
     parts = [_linear(rows, each, offs) for each in weights]
-    return _ops._moe_gate(*parts, *(None,) * (2 - len(parts)), bias, offs, *form)
+    hidden = _ops._moe_gate(*parts, *(None,) * (2 - len(parts)), bias, shares, offs, *form)
+    kept = parts if keep else []
+    return hidden, *kept, *(rows.new_empty(0) for _ in range(2 - len(kept)))
 
 
 @define(
     f"_moe_down(Tensor hidden, Tensor weight, Tensor offs, Tensor? topk_weights, SymInt tokens, int choices, {ROUTES}, "
-    "bool ranks_first, bool keep, str group) -> (Tensor, Tensor)"
+    "bool ranks_first, str group) -> Tensor"
 )
 def _down(hidden, weight, offs, topk_weights, tokens, choices, *how):
-    """`_moe_linear`, then `moe_combine`; returns also the experts' results if they are kept, else an empty tensor.
+    """`_moe_linear`, then `moe_combine`. It has no gradients.
 
     On Hopper, over peers, results travel back as the GEMM's tiles are finished, unless each rank sums its own results
     first.
     """
-    *routes, ranks_first, keep, group = how
+    *routes, ranks_first, group = how
     stride = peer_stride(routes[4])
-    if (
-        stride is not None
-        and not ranks_first
-        and _ours_fit(hidden, [weight], offs, weight.shape[1])
-    ):
-        home, source = routes[0], routes[3]
-        form = (stride, tokens, choices, keep, group)
-        return _ops._moe_peer_down(hidden, weight, offs, topk_weights, home, source, *form)
+    if stride is not None and not ranks_first and _ours_fit([hidden], [weight], [], offs):
+        form = (routes[0], routes[3], stride, tokens, choices, group)
+        return _ops._moe_peer_down(hidden, weight, offs, topk_weights, *form)
     results = _linear(hidden, weight, offs)
-    output = combine(results, topk_weights, tokens, choices, *routes, ranks_first, group)
-    return output, results if keep else results.new_empty(0)
+    return combine(results, topk_weights, tokens, choices, *routes, ranks_first, group)
 
 
-def _fake_hidden(rows, weight, up, bias, offs, *form):
-    return rows.new_empty((rows.shape[0], weight.shape[1] // (2 if form[-2] and up is None else 1)))
+def _fake_hidden(rows, weight, up, bias, shares, offs, *form_and_keep):
+    *_, gated, _, keep = form_and_keep
+    count, width = rows.shape[0], weight.shape[1]
+    shapes = [(count, width) if keep else 0, (count, width) if keep and up is not None else 0]
+    hidden = rows.new_empty((count, width // (2 if gated and up is None else 1)))
+    return hidden, *(rows.new_empty(shape) for shape in shapes)
 
 
 def _fake_down(hidden, weight, offs, topk_weights, tokens, choices, *how):
-    kept = (hidden.shape[0], weight.shape[1]) if how[-2] else 0
-    return hidden.new_empty((tokens, weight.shape[1])), hidden.new_empty(kept)
+    return hidden.new_empty((tokens, weight.shape[1]))
 
 
 def _keep_linear(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _linear_gradients(grad, rows, weight, offs, needs_rows: bool, needs_weight: bool):
+def _linear_backward(ctx, grad):
+    rows, weight, offs = ctx.saved_tensors
+    needs_rows, needs_weight, _ = ctx.needs_input_grad
     return (
         _ops._moe_linear(grad, weight.transpose(1, 2), offs) if needs_rows else None,
         _ops._moe_weight_gradient(grad, rows, offs) if needs_weight else None,
+        None,
     )
-
-
-def _linear_backward(ctx, grad):
-    return *_linear_gradients(grad, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None
 
 
 def _weight_gradient_backward(ctx, grad):
@@ -181,27 +185,6 @@ def _weight_gradient_backward(ctx, grad):
         _ops._moe_linear(of_output, grad.transpose(1, 2), offs) if needs_rows else None,
         None,
     )
-
-
-def _keep_down(ctx, inputs, output) -> None:
-    *operands, _, ctx.choices, a, b, c, d, e, ctx.ranks_first, _, ctx.group = inputs
-    ctx.save_for_backward(*operands, output[1], a, b, c, d, e)
-    ctx.set_materialize_grads(False)
-
-
-def _down_backward(ctx, grad, more):
-    """`more`: the results' gradient, of a second derivative."""
-    hidden, weight, offs, shares, results, *routes = ctx.saved_tensors
-    for_results, for_shares = more, None
-    if grad is not None:
-        form = (ctx.choices, ctx.ranks_first, ctx.group, ctx.needs_input_grad[3])
-        for_results, for_shares = combine_gradients(grad, results, shares, routes, *form)
-        if more is not None:
-            for_results = for_results + more
-    if for_results is None:
-        return (None,) * 14
-    products = _linear_gradients(for_results, hidden, weight, offs, *ctx.needs_input_grad[:2])
-    return *products, None, for_shares, *(None,) * 10
 
 
 complete(
@@ -216,19 +199,18 @@ complete(
     {
         "_moe_linear": (_linear_backward, _keep_linear),
         "_moe_weight_gradient": (_weight_gradient_backward, _keep_linear),
-        "_moe_down": (_down_backward, _keep_down),
     },
 )
 
 
 @register_flop_formula([_ops._moe_linear, _ops._moe_weight_gradient, _ops._moe_down])
-def _flops(left: torch.Size, right: torch.Size, *args: object, **kwargs: object) -> int:
+def flops(left: torch.Size, right: torch.Size, *args: object, **kwargs: object) -> int:
     """Rows by columns by columns: of [R, K] and [e, N, K], or [R, N] and [R, K]."""
     return 2 * left[0] * left[1] * (right[1] if len(right) == 2 else right[-2])
 
 
 @register_flop_formula(_ops._moe_hidden)
-def _flops_hidden(
-    rows: torch.Size, weight: torch.Size, up: torch.Size | None, *args, **kwargs
+def flops_hidden(
+    rows: torch.Size, weight: torch.Size, up: torch.Size | None, *args: object, **kwargs: object
 ) -> int:
-    return _flops(rows, weight) * (1 if up is None else 2)
+    return flops(rows, weight) * (1 if up is None else 2)

@@ -139,6 +139,10 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
     rows = rows.detach().requires_grad_()
     flat, size = shares.detach().reshape(-1, 1), rows.shape[0]
     silu = ("silu", 1.0, 0.0, 0.0, True, False)
+    fixed = rows.detach()
+    kept = fixed.new_ones(size, gate_up.shape[1]).requires_grad_()
+    home = (x.shape[0], 2, *route, False, world_name())
+    experts_of = (x, rows, gate_up, None, None, down)
     calls = [
         ("moe_dispatch", (x, ids, experts, 1, 0, 0, False, True, world_name())),
         ("moe_dispatch", (x, ids, experts, 1, 9, 64, False, True, world_name())),
@@ -147,15 +151,12 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
         ("_moe_home", (rows, *route[:2], *route[3:], ids.numel(), world_name())),
         ("_moe_away", (flat, *route[:2], *route[3:], world_name())),
         ("_moe_linear", (rows, gate_up, offs)),
-        ("_moe_hidden", (rows.detach(), gate_up.detach(), None, None, offs, *silu)),
-        (
-            "_moe_down",
-            (rows, gate_up, offs, shares, x.shape[0], 2, *route, True, True, world_name()),
-        ),
-        (
-            "_moe_down",
-            (rows, gate_up, offs, None, x.shape[0], 2, *route, False, False, world_name()),
-        ),
+        ("_moe_hidden", (fixed, gate_up.detach(), None, None, None, offs, *silu, True)),
+        ("_moe_hidden", (fixed, *[gate_up.detach()] * 2, None, None, offs, *silu, False)),
+        ("_moe_gate", (kept, None, None, None, offs, *silu)),
+        ("_moe_down", (fixed, gate_up.detach(), offs, shares.detach(), *home)),
+        ("_moe_experts", (*experts_of, shares, offs, *silu, False, *home[:-1], True, home[-1])),
+        ("_moe_experts", (*experts_of, None, offs, *silu, True, *home[:-1], False, home[-1])),
         ("_moe_weight_gradient", (rows, rows, offs)),
     ]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -182,21 +183,34 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
 
 @pytest.mark.ranks((1, "gloo"), (1, "nccl"))
 def test_moe_second_order(failures: Failures) -> None:
+    """First and second derivatives for each place of the shares, one weight and a pair, with biases."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(3, 3), (3, 2), (2, 4, 3), (2, 3, 2)]
+    shapes = [(3, 3), (3, 2), (2, 4, 3), (2, 3, 2), (2, 4), (2, 3)]
     inputs = [
         torch.randn(shape, generator=generator, dtype=torch.float64).to(rank_device())
         for shape in shapes
     ]
     ids = torch.tensor([[0, 1], [-1, 1], [1, 1]], device=rank_device())
 
-    def function(x, shares, gate_up, down):
-        return overlap_torch.moe(x, ids, shares, gate_up, down, group=single_rank_group())
+    for place, pair, biases in [
+        ("output", False, 0),
+        ("output", True, 1),
+        ("hidden", False, 1),
+        ("input", False, 0),
+        ("hidden", False, 2),
+    ]:
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # an operator without gradients warns
-        right = torch.autograd.gradgradcheck(function, [t.requires_grad_() for t in inputs])
-    failures.equal(right, True)
+        def function(x, shares, gate_up, down, *given, place=place, pair=pair):
+            gate_up = [part.contiguous() for part in gate_up.chunk(2, 1)] if pair else gate_up
+            named = dict(zip(("gate_up_bias", "down_bias"), given, strict=False))
+            how = {"shares_on": place, "group": single_rank_group(), **named}
+            return overlap_torch.moe(x, ids, shares, gate_up, down, **how)
+
+        given = [each.clone().requires_grad_() for each in inputs[: 4 + biases]]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # an operator without gradients warns
+            for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+                failures.equal(check(function, given), True, check.__name__, place, pair, biases)
 
 
 WRONG = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from checks import Failures
 from operands import difference, integers, poison
 from overlap_torch._moe import activation, ops
+from overlap_torch._ops.composition import accumulated
 
 _ops = torch.ops.overlap
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -117,72 +119,115 @@ def check_gates(failures: Failures) -> None:
         grad = torch.randn(rows, width, device=device).to(dtype)
         pair = form == "pair"
         parts = [part.contiguous() for part in hidden.chunk(2, 1)] if pair else [hidden, None]
-        arguments = (added, offs, *gate.form(form == "turns"))
+        shares = torch.rand(rows, 1, device=device, dtype=accumulated(dtype)) if bias else None
+        arguments = (offs, *gate.form(form == "turns"))
         place = (gate, dtype, width, bias, form)
-        wide = [None if part is None else part.double() for part in (*parts, added)]
-        in_double = (*wide, *arguments[1:])
+        wide = [None if part is None else part.double() for part in (*parts, added, shares)]
         poison(device, 4096, 1 << 16)
-        mine = _ops._moe_gate(*parts, *arguments)
-        failures.expect(worst(mine, activation.gate_unrounded(*in_double)), "gate", *place)
-        mine = _ops._moe_gate_backward(grad, *parts, *arguments)
-        right = activation._gate_backward(grad.double(), *in_double)
-        for found, expected in zip(mine[: 1 + pair], right[: 1 + pair], strict=True):
-            failures.expect(worst(found, expected), "gradient", *place)
+        mine = _ops._moe_gate(*parts, added, shares, *arguments)
+        failures.expect(worst(mine, activation._gate(*wide, *arguments)), "gate", *place)
+        found = _ops._moe_gate_backward(grad, *parts, added, shares, *arguments)
+        right = activation.gate_backward(grad.double(), *wide, *arguments)
+        for at in (0, 1, 2) if pair else (0, 2):
+            failures.expect(worst(found[at], right[at]), "gradient", at, *place)
+        of_all = (grad.double() * activation._gate(*wide[:3], None, *arguments)).abs().sum(1)
+        off = (found[3].double() - right[3]).abs().squeeze(1)
+        largest = (off / (torch.finfo(dtype).eps * of_all + 1e-5)).max().item()
+        failures.expect(None if largest < 1 else f"off by {largest}", "shares", *place)
+
+
+COUNTS = [0, 1, 63, 64, 65, 127, 128, 129, 0, 300]  # rows of each expert
+ROOM = 61  # rows after the last one's
+
+
+def draw(*shape: int, dtype: torch.dtype, turned: bool = False) -> torch.Tensor:
+    """Numbers from -2 to 2; turned: contiguous along the dim before the last."""
+    shape = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+    drawn = torch.randint(-2, 3, shape, device="cuda").to(dtype)
+    return drawn.transpose(-1, -2) if turned else drawn
 
 
 def check_products(failures: Failures) -> None:
-    """Experts of none to some 300 rows: every row by its own expert's weight, and nothing after the last one."""
-    device = torch.device("cuda")
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return failures.expect(None)  # other GPUs take PyTorch's products, which test_moe.py tests
-    counts = [0, 1, 63, 64, 65, 127, 128, 129, 0, 300]
-    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)
-    offs = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
-    count, room = ids.numel(), 61
-    for dtype, inner, width, form, bias in itertools.product(
+    """Experts of none to some 300 rows: each row by its own expert's weight, and weights' gradients; exactly, and untouched by
+    the rows of others."""
+    offs = torch.tensor(COUNTS, device="cuda").cumsum(0).to(torch.int32)
+    ends = [0, *offs.tolist()]
+    for dtype, inner, width in itertools.product(
+        (torch.bfloat16, torch.float16), (64, 72, 520), (8, 264, 1016)
+    ):
+        rows = draw(ends[-1] + ROOM, inner, dtype=dtype)
+        rows[ends[-1] :] = float("nan")
+        for turned in (False, True):
+            weight = draw(len(COUNTS), width, inner, dtype=dtype, turned=turned)
+            poison(rows.device, 4096, 1 << 16)
+            mine = _ops._moe_linear(rows, weight, offs)[: ends[-1]]
+            parts = [rows[a:b].double() for a, b in itertools.pairwise(ends)]
+            right = [part @ one.double().t() for part, one in zip(parts, weight, strict=True)]
+            failures.expect_equal(mine, torch.cat(right).to(dtype), dtype, inner, width, turned)
+        if width < 64:
+            continue
+        grad = draw(rows.shape[0], width, dtype=dtype)
+        grad[ends[3] : ends[4]] = float("nan")  # of one expert
+        poison(rows.device, 1 << 16)
+        mine = _ops._moe_weight_gradient(grad, rows, offs)
+        parts = [grad[a:b].double().t() @ rows[a:b].double() for a, b in itertools.pairwise(ends)]
+        right = torch.stack(parts).to(dtype)
+        failures.equal(right[3].isnan().all().item(), True)
+        failures.expect_equal(mine.nan_to_num(-7), right.nan_to_num(-7), "weights", dtype, inner)
+
+
+def check_experts(failures: Failures) -> None:
+    """The GEMM's gate has the bits of the product, then the gate's kernel; what it keeps, those of the product."""
+    offs = torch.tensor(COUNTS, device="cuda").cumsum(0).to(torch.int32)
+    count, experts = int(offs[-1]), len(COUNTS)
+    for gate, dtype, (inner, width), form, turned, extra in itertools.product(
+        (activation.Gate(), activation.Gate("gelu_tanh", alpha=1.7, limit=1.0, offset=1.0)),
         (torch.bfloat16, torch.float16),
-        (64, 72, 520),
-        (8, 264, 1016),
-        ("plain", "halves", "turns", "pair"),
+        ((64, 72), (520, 264)),
+        ("halves", "turns", "pair"),
+        (False, True),
         (False, True),
     ):
-        if bias and form == "plain":
-            continue
-        rows = torch.randint(-2, 3, (count + room, inner), device=device).to(dtype)
-        columns = width * (1 if form == "plain" else 2)
-        weight = torch.randint(-1, 2, (len(counts), columns, inner), device=device).to(dtype)
-        added = torch.randint(-3, 4, (len(counts), columns), device=device).to(dtype)
-        sums = torch.stack(
-            [weight[ids[row]].double() @ rows[row].double() for row in range(0, count, 7)]
-        )
-        right = sums.to(dtype).double()
-        gate = activation.Gate("relu", limit=100.0, offset=1.0).form(form == "turns")
-        if form != "plain":
-            hidden = (right, None, added.double() if bias else None, offs)
-            whole = torch.zeros(count, columns, device=device, dtype=torch.float64)
-            whole[::7] = right
-            right = activation.gate_unrounded(whole, *hidden[1:], *gate)[::7]
-        weights = weight.chunk(2, 1) if form == "pair" else (weight, None)
-        weights = [None if each is None else each.contiguous() for each in weights]
-        poison(device, 4096, 1 << 16)
-        call = (rows, *weights, added if bias else None, offs)
-        if form == "plain":
-            mine = _ops._moe_linear(rows, weight, offs)
-        else:
-            mine = _ops._moe_hidden(*call, *gate)
-        failures.expect(
-            difference(mine[:count:7], right.to(dtype)), dtype, inner, width, form, bias
-        )
-        raw = _ops._moe_grouped(
-            *call,
-            *(gate[:4] if form != "plain" else ("", 1.0, 0.0, 0.0)),
-            form != "plain",
-            form == "turns",
-        )
-        failures.expect_equal(raw[:count], mine[:count], "as called", dtype, inner, width, form)
+        rows = torch.randn(count + ROOM, inner, device="cuda").to(dtype)
+        rows[count:] = float("nan")
+        scale = inner**-0.5
+        weight = draw(experts, 2 * width, inner, dtype=dtype, turned=turned) * scale
+        pair = form == "pair"
+        weights = [weight[:, :width], weight[:, width:]] if pair else [weight, None]
+        if pair:
+            weights = [
+                each.transpose(1, 2).contiguous().transpose(1, 2) if turned else each.contiguous()
+                for each in weights
+            ]
+        bias = draw(experts, 2 * width, dtype=dtype) if extra else None
+        shares = torch.rand(count + ROOM, 1, device="cuda") if extra else None
+        operands = (bias, shares, offs, *gate.form(form == "turns"))
+        place = (gate, dtype, inner, width, form, turned, extra)
+        poison(rows.device, 4096, 1 << 16)
+        hidden, *kept = _ops._moe_hidden(rows, *weights, *operands, True)
+        parts = [None if each is None else _ops._moe_linear(rows, each, offs) for each in weights]
+        for mine, right in list(zip(kept, parts, strict=True))[: 1 + pair]:
+            failures.expect_equal(mine[:count], right[:count], "kept", *place)
+        right = _ops._moe_gate(*parts, *operands)
+        failures.expect_equal(hidden[:count], right[:count], "hidden", *place)
+        plain = _ops._moe_hidden(rows, *weights, *operands, False)[0]
+        failures.expect_equal(plain[:count], right[:count], "not kept", *place)
+
+
+def on_hopper(failures: Failures, check: Callable[[Failures], None]) -> None:
+    if torch.cuda.get_device_capability() == (9, 0):
+        check(failures)
+    else:  # other GPUs take PyTorch's products, which test_moe.py tests
+        failures.expect(None)
 
 
 @pytest.mark.ranks((1, "nccl"))
-@pytest.mark.parametrize("check", [check_routes, check_rows, check_gates, check_products])
+@pytest.mark.parametrize("check", [check_routes, check_rows, check_gates])
 def test_moe_kernels_are_their_compositions(ranks, check):
     ranks.expect_no_failures(check)
+
+
+@pytest.mark.ranks((1, "nccl"))
+@pytest.mark.parametrize("check", [check_products, check_experts])
+def test_moe_grouped_gemms_are_exact(ranks, check):
+    ranks.expect_no_failures(on_hopper, check)

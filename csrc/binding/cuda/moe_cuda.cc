@@ -38,6 +38,10 @@ at::ScalarType wide_of(const Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+Tensor wide_shares(const std::optional<Tensor>& shares, const Tensor& rows) {
+  return shares.has_value() ? shares->to(wide_of(rows)).contiguous() : Tensor();
+}
+
 namespace {
 
 cudaStream_t stream() {
@@ -164,7 +168,7 @@ Tensor sum_choices(const Tensor& rows, const Tensor& routes, const std::optional
                    int64_t tokens, int64_t choices, bool row_shares) {
   const c10::cuda::CUDAGuard guard(rows.device());
   const Tensor from = rows.contiguous();
-  const Tensor wide = shares.has_value() ? shares->to(wide_of(rows)).contiguous() : Tensor();
+  const Tensor wide = wide_shares(shares, rows);
   const Tensor where = longs(rows, {tokens * choices});
   Tensor output = at::empty({tokens, rows.size(1)}, rows.options());
   kernels::SumParams params;
@@ -226,6 +230,11 @@ void set_form(kernels::GateParams& params, c10::string_view name, double alpha, 
   params.offset = offset;
 }
 
+void set_experts(kernels::GateParams& params, const Tensor& offs) {
+  params.offs = offs.const_data_ptr<int32_t>();
+  params.experts = static_cast<int32_t>(offs.size(0));
+}
+
 // `bias` is contiguous, the gate's columns first unless they take turns with the up's.
 void set_bias(kernels::GateParams& params, const Tensor& bias, bool gated, const Tensor& offs) {
   const int64_t to_up = params.width * bias.element_size();
@@ -234,8 +243,7 @@ void set_bias(kernels::GateParams& params, const Tensor& bias, bool gated, const
                        ? static_cast<const char*>(bias.const_data_ptr()) + to_up
                        : nullptr;
   params.bias_stride = bias.size(1);
-  params.offs = const_cast<int32_t*>(offs.const_data_ptr<int32_t>());
-  params.experts = static_cast<int32_t>(offs.size(0));
+  set_experts(params, offs);
 }
 
 // Everything but the outputs. `hidden` and `up` are contiguous.
@@ -269,64 +277,110 @@ std::optional<Tensor> optional(const Tensor& tensor) {
 }
 
 Tensor gate(const Tensor& hidden, const std::optional<Tensor>& up,
-            const std::optional<Tensor>& bias, const Tensor& offs, c10::string_view name,
-            double alpha, double limit, double offset, bool gated, bool interleaved) {
+            const std::optional<Tensor>& bias, const std::optional<Tensor>& shares,
+            const Tensor& offs, c10::string_view name, double alpha, double limit, double offset,
+            bool gated, bool interleaved) {
   const c10::cuda::CUDAGuard guard(hidden.device());
   const Tensor left = hidden.contiguous();
   const Tensor right = contiguous(up);
   const Tensor added = contiguous(bias);
+  const Tensor wide = wide_shares(shares, hidden);
   kernels::GateParams params = gate_params(left, optional(right), added, offs, name, alpha, limit,
                                            offset, gated, interleaved);
   Tensor output = at::empty({params.rows, params.width}, hidden.options());
+  params.shares = wide.defined() ? wide.const_data_ptr() : nullptr;
   params.output = output.data_ptr();
   C10_CUDA_CHECK(kernels::apply_gate(params, stream()));
   return output;
 }
 
-std::tuple<Tensor, Tensor> gate_backward(const Tensor& grad, const Tensor& hidden,
-                                         const std::optional<Tensor>& up,
-                                         const std::optional<Tensor>& bias, const Tensor& offs,
-                                         c10::string_view name, double alpha, double limit,
-                                         double offset, bool gated, bool interleaved) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& grad, const Tensor& hidden,
+                                                         const std::optional<Tensor>& up,
+                                                         const std::optional<Tensor>& bias,
+                                                         const std::optional<Tensor>& shares,
+                                                         const Tensor& offs, c10::string_view name,
+                                                         double alpha, double limit, double offset,
+                                                         bool gated, bool interleaved) {
   const c10::cuda::CUDAGuard guard(hidden.device());
   const Tensor given = grad.contiguous();
   const Tensor left = hidden.contiguous();
   const Tensor right = contiguous(up);
   const Tensor added = contiguous(bias);
+  const Tensor wide = wide_shares(shares, hidden);
   kernels::GateParams params = gate_params(left, optional(right), added, offs, name, alpha, limit,
                                            offset, gated, interleaved);
   Tensor hidden_grad = at::empty_like(left);
   Tensor up_grad = right.defined() ? at::empty_like(right) : at::empty({0}, hidden.options());
+  Tensor returned = at::empty({params.rows, params.width}, hidden.options());
+  Tensor dots = at::empty({params.rows, 1}, hidden.options().dtype(wide_of(hidden)));
   params.grad = given.const_data_ptr();
+  params.shares = wide.defined() ? wide.const_data_ptr() : nullptr;
   params.gate_grad = hidden_grad.data_ptr();
   params.up_grad = right.defined() ? up_grad.data_ptr()
                                    : static_cast<char*>(hidden_grad.data_ptr()) +
                                          params.width * hidden.element_size();
   params.grad_stride = params.row_stride;
+  params.output = returned.data_ptr();
+  params.dots = dots.data_ptr();
   C10_CUDA_CHECK(kernels::apply_gate_backward(params, stream()));
-  return {hidden_grad, up_grad};
+  return {hidden_grad, up_grad, returned, dots};
 }
 
 #if defined(OVERLAP_WITH_SM90)
-// [R, K] and [e, N, K] to [R, N]; gated, through gate and up: [R, N / 2], or [R, N] with an `up` [e, N, K] beside the gate.
-Tensor grouped(const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& up,
-               const std::optional<Tensor>& bias, const Tensor& offs, c10::string_view name,
-               double alpha, double limit, double offset, bool gated, bool interleaved) {
+// [R, K] and [e, N, K] to [R, N]; gated, through gate and up: [R, N / 2], or [R, N] with an `up` [e, N, K] beside the gate. And what
+// came before the gate, of each weight, if it is kept; else two empty tensors.
+std::tuple<Tensor, Tensor, Tensor> grouped(const Tensor& rows, const Tensor& weight,
+                                           const std::optional<Tensor>& up,
+                                           const std::optional<Tensor>& bias,
+                                           const std::optional<Tensor>& shares, const Tensor& offs,
+                                           c10::string_view name, double alpha, double limit,
+                                           double offset, bool gated, bool interleaved, bool keep) {
   const c10::cuda::CUDAGuard guard(rows.device());
   const Tensor added = contiguous(bias);
+  const Tensor wide = wide_shares(shares, rows);
   kernels::GroupedGemmParams params = grouped_params(rows, weight, offs);
-  params.gated = gated;
+  kernels::GateParams& gate = params.gate;
+  const Tensor none = at::empty({0}, rows.options());
+  Tensor kept = none;
+  Tensor kept_up = none;
   if (gated) {
-    set_form(params.gate, name, alpha, limit, offset);
-    params.gate.interleaved = interleaved;
+    params.form = kernels::GroupedForm::kGate;
+    set_form(gate, name, alpha, limit, offset);
+    gate.interleaved = interleaved;
+    gate.shares = wide.defined() ? wide.const_data_ptr() : nullptr;
+    if (keep) {
+      kept = at::empty({params.rows, params.n}, rows.options());
+      gate.gate_grad = kept.data_ptr();
+      gate.grad_stride = params.n;
+    }
     if (up.has_value()) {
       params.up_weight = up->const_data_ptr();
+      if (keep) kept_up = at::empty_like(kept);
     } else {
-      params.gate.width /= 2;
+      gate.width /= 2;
     }
-    if (added.defined()) set_bias(params.gate, added, gated, offs);
+    if (keep) {
+      gate.up_grad = up.has_value()
+                         ? kept_up.data_ptr()
+                         : static_cast<char*>(kept.data_ptr()) + gate.width * rows.element_size();
+    }
+    if (added.defined()) set_bias(gate, added, gated, offs);
   }
-  Tensor output = at::empty({params.rows, params.gate.width}, rows.options());
+  Tensor output = at::empty({params.rows, gate.width}, rows.options());
+  gate.output = output.data_ptr();
+  C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(params, stream()));
+  return {output, kept, kept_up};
+}
+
+// [R, N] and [R, K] to [e, N, K].
+Tensor grouped_weights(const Tensor& grad, const Tensor& rows, const Tensor& offs) {
+  const c10::cuda::CUDAGuard guard(rows.device());
+  kernels::GroupedGemmParams params = grouped_params(rows, rows.unsqueeze(0), offs);
+  params.form = kernels::GroupedForm::kWeights;
+  params.input = grad.const_data_ptr();
+  params.n = grad.size(1);
+  params.gate.width = params.k;
+  Tensor output = at::empty({offs.size(0), params.n, params.k}, rows.options());
   params.gate.output = output.data_ptr();
   C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(params, stream()));
   return output;
@@ -345,11 +399,11 @@ kernels::GroupedGemmParams grouped_params(const Tensor& rows, const Tensor& weig
   params.k = rows.size(1);
   params.input = rows.const_data_ptr();
   params.weight = weight.const_data_ptr();
+  params.turned = !weight.is_contiguous();
   params.n = weight.size(1);
   params.gate.element = element_of(rows);
   params.gate.width = params.n;
-  params.gate.offs = const_cast<int32_t*>(offs.const_data_ptr<int32_t>());
-  params.gate.experts = static_cast<int32_t>(offs.size(0));
+  set_experts(params.gate, offs);
   params.ctas = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   return params;
 }
@@ -358,6 +412,7 @@ kernels::GroupedGemmParams grouped_params(const Tensor& rows, const Tensor& weig
 TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
 #if defined(OVERLAP_WITH_SM90)
   m.impl("_moe_grouped", &grouped);
+  m.impl("_moe_grouped_weights", &grouped_weights);
 #endif
   m.impl("_moe_count", &count_routes);
   m.impl("_moe_meet", &count_arrivals);

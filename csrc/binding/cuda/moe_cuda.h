@@ -13,6 +13,9 @@ kernels::Element element_of(const at::Tensor& tensor);
 // The type of sums and shares.
 at::ScalarType wide_of(const at::Tensor& tensor);
 
+// Contiguous, in the type of the rows' sums; undefined without.
+at::Tensor wide_shares(const std::optional<at::Tensor>& shares, const at::Tensor& rows);
+
 // kernels::RoutesParams's outputs.
 struct Routes {
   kernels::ExpertRanks experts;
@@ -26,7 +29,8 @@ struct Routes {
 // Ids are contiguous. `tokens`: whether slots and sent are wanted.
 Routes find_routes(const at::Tensor& ids, at::IntArrayRef experts, bool tokens);
 
-// The experts' product of contiguous rows [R, K] and weights [e, N, K] but for its output, in a build for Hopper.
+// The experts' product of contiguous rows [R, K] and weights [e, N, K], contiguous along K or N, but for its output; in a build for
+// Hopper.
 kernels::GroupedGemmParams grouped_params(const at::Tensor& rows, const at::Tensor& weight,
                                           const at::Tensor& offs);
 

@@ -373,10 +373,6 @@ Tensor sum_arrived(const Exchange& exchange, CopyCall& call, const Tensor& rows,
   return output;
 }
 
-Tensor wide_shares(const std::optional<Tensor>& shares, const Tensor& rows) {
-  return shares.has_value() ? shares->to(wide_of(rows)).contiguous() : Tensor();
-}
-
 // [R, D] to [T, D]: the sum of each token's results times their shares, in the choices' order; or of each rank's sums of
 // them, in the ranks' order. `stride`: routes of a rank.
 Tensor combine(const Tensor& results, const std::optional<Tensor>& shares, const Tensor& home,
@@ -409,12 +405,10 @@ Tensor combine(const Tensor& results, const std::optional<Tensor>& shares, const
 }
 
 #if defined(OVERLAP_WITH_SM90)
-// combine() of the experts' product of hidden [R, I] and weight [e, D, I], whose tiles store rows where their tokens are. And the results
-// [R, D] of all rows if they are kept; else they are empty.
-std::tuple<Tensor, Tensor> down(const Tensor& hidden, const Tensor& weight, const Tensor& offs,
-                                const std::optional<Tensor>& shares, const Tensor& home,
-                                const Tensor& source, int64_t stride, int64_t tokens,
-                                int64_t choices, bool keep, const std::string& group) {
+// combine() of the experts' product of hidden [R, I] and weight [e, D, I], whose tiles store rows where their tokens are.
+Tensor down(const Tensor& hidden, const Tensor& weight, const Tensor& offs,
+            const std::optional<Tensor>& shares, const Tensor& home, const Tensor& source,
+            int64_t stride, int64_t tokens, int64_t choices, const std::string& group) {
   Exchange exchange(hidden, group);
   Tensor rows = at::empty({hidden.size(0), weight.size(1)}, hidden.options());
   const Tensor wide = wide_shares(shares, rows);
@@ -424,11 +418,9 @@ std::tuple<Tensor, Tensor> down(const Tensor& hidden, const Tensor& weight, cons
   params.home.source = source.const_data_ptr<int64_t>();
   params.home.stride = stride;
   params.home.rank = exchange.rank();
-  params.home.keep = keep;
   exchange.set_slots(params.home, call);
   C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(params, exchange.stream()));
-  Tensor output = sum_arrived(exchange, call, rows, wide, home, tokens, choices);
-  return {output, keep ? rows : at::empty({0}, rows.options())};
+  return sum_arrived(exchange, call, rows, wide, home, tokens, choices);
 }
 #endif
 

@@ -1,5 +1,8 @@
-// The experts' products on Hopper: each expert's rows times its own weight. Where a tile's sums go, its epilogue decides: as they are,
-// through gate and up, and each row to where its token is.
+// The experts' products on Hopper. A tile's epilogue decides where its sums go.
+//
+//   rows [R, k], each expert's weight [n, k]            output [R, n]      each row as it is, or to where its token is
+//     kGate                                             output [R, n / 2]  gate and up become one
+//   gradients [R, n] and rows [R, k] of an expert       output [n, k]      kWeights: the gradient of its weight
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,28 +15,31 @@ namespace overlap::kernels {
 
 constexpr int kMaxGroupedExperts = 1024;
 
+enum class GroupedForm { kRows, kGate, kWeights };
+
 // Rows that go home: kernels/moe/moe.h, ResultsParams.
 struct HomeParams {
   const int64_t* source = nullptr;  // [rows]; null: all rows stay
   int64_t stride = 0;
   int32_t rank = 0;
-  bool keep = false;  // rows that go home are stored in the output, too
   char* slots[kMaxPeers] = {};
 };
 
 struct GroupedGemmParams {
+  GroupedForm form = GroupedForm::kRows;
   int64_t rows = 0;             // of the input; those after the last expert's are not computed
   int64_t k = 0;                // a multiple of 8, at least 64
-  const void* input = nullptr;  // [rows, k]
-  // [experts, n, k]; or the gate's and the up's [experts, n, k] each.
+  const void* input = nullptr;  // [rows, k]; kWeights: the gradients [rows, n]
+  // [experts, n, k], turned: [experts, k, n]; or the gate's and the up's, of n each. kWeights: the rows [rows, k].
   const void* weight = nullptr;
   const void* up_weight = nullptr;
-  int64_t n = 0;
-  bool gated = false;  // two columns, of gate and up, make one
-  // Its element (16 bits), form, interleaved, biases, offs and experts; width, a multiple of 8, and output [rows, width], which may be
-  // null if all rows go home.
+  bool turned = false;
+  int64_t n = 0;  // a multiple of 8
+  // Element (16 bits), offs, experts, and output: [rows, width], which may be null if all rows go home; or [experts, n, width].
+  // kGate: form, interleaved, biases and shares. `gate_grad` and `up_grad` of grad_stride, if not null: gate and up, without their
+  // biases.
   GateParams gate;
-  HomeParams home;
+  HomeParams home;  // kRows
   int32_t ctas = 0;
 };
 

@@ -42,21 +42,31 @@ __device__ __forceinline__ void await(uint64_t* barrier, int parity) {
       "r"(parity)
       : "memory");
 }
-__device__ __forceinline__ void load_box(const CUtensorMap& map, char* to, uint64_t* barrier, int k,
-                                         int row) {
+__device__ __forceinline__ void load_box(const CUtensorMap& map, char* to, uint64_t* barrier,
+                                         int column, int row) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
       "%4}], [%2];" ::"r"(shared_address(to)),
-      "l"(&map), "r"(shared_address(barrier)), "r"(k), "r"(row)
+      "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row)
       : "memory");
 }
+// A box of one of several matrices.
+__device__ __forceinline__ void load_box(const CUtensorMap& map, char* to, uint64_t* barrier,
+                                         int column, int row, int matrix) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
+      "%4, %5}], [%2];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(matrix)
+      : "memory");
+}
+// Into the memory of both CTAs.
 __device__ __forceinline__ void load_box_for_both(const CUtensorMap& map, char* to,
-                                                  uint64_t* barrier, int k, int row) {
+                                                  uint64_t* barrier, int column, int row) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
       "cluster [%0], [%1, {%3, %4}], "
       "[%2], %5;" ::"r"(shared_address(to)),
-      "l"(&map), "r"(shared_address(barrier)), "r"(k), "r"(row), "h"(static_cast<uint16_t>(3))
+      "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "h"(static_cast<uint16_t>(3))
       : "memory");
 }
 __device__ __forceinline__ int cluster_rank() {
@@ -68,10 +78,15 @@ __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Rows of 128 bytes, swizzled: eight of them repeat after 1024 bytes.
-__device__ __forceinline__ uint64_t operand(const char* pointer) {
+// An operand in rows of 128 bytes, swizzled; eight of them repeat after 1024 bytes. Its rows are along k, and it has `bytes` to the next 64
+// rows; or, turned, each of its rows is one number of k, and `bytes` lead to the next 64 columns.
+__device__ __forceinline__ uint64_t operand(const char* pointer, uint64_t bytes = 16) {
   const uint64_t address = (shared_address(pointer) & 0x3ffff) >> 4;
-  return address | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+  return address | bytes >> 4 << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+// This thread's stores in shared memory come before products that read it.
+__device__ __forceinline__ void show_mma() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 __device__ __forceinline__ void begin_mma() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -96,11 +111,12 @@ __device__ __forceinline__ void await_mma() {
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "          \
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "          \
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "         \
-      "%64, %65, adds, 1, 1, 0, 0; }"                                                             \
+      "%64, %65, adds, 1, 1, %67, %68; }"                                                         \
       : OVERLAP_SUMS16(d, 0), OVERLAP_SUMS16(d, 16), OVERLAP_SUMS16(d, 32), OVERLAP_SUMS16(d, 48) \
-      : "l"(a), "l"(b), "r"(adds))
+      : "l"(a), "l"(b), "r"(adds), "n"(kTurnedA), "n"(kTurnedB))
 
-template <class T>
+// 64 rows of A and 128 columns of B, 16 numbers of k.
+template <class T, int kTurnedA, int kTurnedB>
 __device__ __forceinline__ void multiply(float (&d)[kMmaSums], uint64_t a, uint64_t b, int adds) {
   if constexpr (std::is_same_v<T, __half>) {
     OVERLAP_MMA("f16");

@@ -8,27 +8,21 @@
 
 #include <algorithm>
 
-#include "kernels/chunk/element.cuh"
 #include "kernels/gemm/tensor_map_encoder.h"
-#include "kernels/moe/gate.cuh"
+#include "kernels/moe/grouped_epilogue.cuh"
 #include "kernels/moe/grouped_gemm.h"
 #include "kernels/moe/grouped_gemm_ptx.cuh"
 
 namespace overlap::kernels {
 namespace {
 
-constexpr int kTile = 128;  // rows, and columns before a gate
-constexpr int kK = 64;      // numbers of k of a stage: 128 bytes, which the swizzle repeats
-constexpr int kHalf = kTile / 2;
+constexpr int kK = 64;  // numbers of k of a stage: 128 bytes, which the swizzle repeats
 constexpr int kHalfBytes = kHalf * kK * 2;
 constexpr int kStageBytes = 4 * kHalfBytes;  // two halves of rows, two of columns
 constexpr int kStages = 5;
 constexpr int kCluster = 2;
 constexpr int kGroup = 128;  // threads
 constexpr int kThreads = 3 * kGroup;
-constexpr int kWarpRows = 16;  // of a warp's sums at a time
-constexpr int kPitch =
-    kTile * 2 + 16;       // bytes of a staged row: no two rows of a store meet in a bank
 constexpr int kBand = 8;  // tiles of rows that are computed together for each tile of columns
 
 struct Shared {
@@ -45,8 +39,8 @@ struct KernelParams {
   CUtensorMap input;
   CUtensorMap weights[2];  // of each half of a tile's columns
   GroupedGemmParams gemm;
-  int32_t step;          // rows of weights from tile to tile
-  int32_t second;        // the first row of the second half of tile 0
+  int32_t step;          // columns of weights from tile to tile
+  int32_t second;        // the first column of the second half of tile 0
   int32_t column_pairs;  // cluster tiles of columns
 };
 
@@ -59,16 +53,22 @@ __device__ __forceinline__ void await_turn(int group) {
 __device__ __forceinline__ void pass_turn(int group) {
   asm volatile("bar.arrive %0, %1;" ::"r"(2 - group), "n"(2 * kGroup) : "memory");
 }
+__device__ __forceinline__ void meet_group(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(3 + group), "n"(kGroup) : "memory");
+}
 
 // A cluster's tile.
 struct Place {
   int expert;
-  int first_row;  // of the tile
-  int end_row;    // of the expert
-  int pair;       // of columns
+  int begin;      // the expert's first row of the input
+  int end;        // after its last one
+  int first_row;  // of the tile; of kWeights, a row of the weight
+  int end_row;
+  int pair;  // of columns
 };
 
 // All tiles of all experts, in order of expert; an expert's by bands of rows, a band's by columns.
+template <GroupedForm kForm>
 class Tiles {
  public:
   __device__ Tiles(const KernelParams& params, const Shared& shared)
@@ -79,19 +79,28 @@ class Tiles {
     while (expert_ < experts && shared_.ends[expert_] <= tile_) ++expert_;
     if (expert_ == experts) return false;
     const int32_t* offs = params_.gemm.gate.offs;
-    const int begin = expert_ == 0 ? 0 : offs[expert_ - 1];
-    const int end = offs[expert_];
+    place.expert = expert_;
+    place.begin = expert_ == 0 ? 0 : offs[expert_ - 1];
+    place.end = offs[expert_];
+    const int origin = kForm == GroupedForm::kWeights ? 0 : place.begin;
+    place.end_row = kForm == GroupedForm::kWeights ? static_cast<int>(params_.gemm.n) : place.end;
     const int first = expert_ == 0 ? 0 : shared_.ends[expert_ - 1];
-    const int blocks = (end - begin + kTile - 1) / kTile;
+    const int blocks = (place.end_row - origin + kTile - 1) / kTile;
     const int index = tile_ - first;
     const int band = index / (kBand * params_.column_pairs);
     const int of_band = index - band * kBand * params_.column_pairs;
     const int height = min(kBand, blocks - band * kBand);
-    const int pair = of_band / height;
-    const int block = band * kBand + of_band - pair * height;
-    place = {expert_, begin + block * kTile, end, pair};
+    place.pair = of_band / height;
+    place.first_row = origin + (band * kBand + of_band - place.pair * height) * kTile;
     tile_ += static_cast<int>(gridDim.x) / kCluster;
     return true;
+  }
+
+  // The stages of a tile.
+  __device__ int steps(const Place& place) const {
+    const int k =
+        kForm == GroupedForm::kWeights ? place.end - place.begin : static_cast<int>(params_.gemm.k);
+    return (k + kK - 1) / kK;
   }
 
  private:
@@ -118,6 +127,7 @@ struct Turn {
   }
 };
 
+template <GroupedForm kForm>
 __device__ void count_tiles(const KernelParams& params, Shared& shared) {
   const int lane = static_cast<int>(threadIdx.x);
   int total = 0;
@@ -126,7 +136,9 @@ __device__ void count_tiles(const KernelParams& params, Shared& shared) {
     int tiles = 0;
     if (expert < params.gemm.gate.experts) {
       const int32_t* offs = params.gemm.gate.offs;
-      const int rows = offs[expert] - (expert == 0 ? 0 : offs[expert - 1]);
+      const int rows = kForm == GroupedForm::kWeights
+                           ? static_cast<int>(params.gemm.n)
+                           : offs[expert] - (expert == 0 ? 0 : offs[expert - 1]);
       tiles = (rows + kTile - 1) / kTile * params.column_pairs;
     }
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -138,208 +150,76 @@ __device__ void count_tiles(const KernelParams& params, Shared& shared) {
   }
 }
 
+template <GroupedForm kForm, bool kTurned>
 __device__ void produce(const KernelParams& params, Shared& shared) {
   const int rank = cluster_rank();
-  const int steps = static_cast<int>((params.gemm.k + kK - 1) / kK);
-  Tiles tiles(params, shared);
+  Tiles<kForm> tiles(params, shared);
   Turn turn;
   for (Place place; tiles.next(place);) {
     const int row = place.first_row + rank * kHalf;
-    const int64_t expert = place.expert * params.gemm.n;
-    const int64_t first = expert + int64_t{place.pair * kCluster + rank} * params.step;
+    const int column = (place.pair * kCluster + rank) * params.step;
+    const int steps = tiles.steps(place);
     for (int step = 0; step < steps; ++step) {
       await(&shared.empty[turn.stage], turn.parity ^ 1);
       char* const stage = shared.stages[turn.stage];
       uint64_t* const full = &shared.full[turn.stage];
       expect_bytes(full, kStageBytes);
-      load_box_for_both(params.input, stage + rank * kHalfBytes, full, step * kK, row);
-      load_box(params.weights[0], stage + 2 * kHalfBytes, full, step * kK, static_cast<int>(first));
-      load_box(params.weights[1], stage + 3 * kHalfBytes, full, step * kK,
-               static_cast<int>(first + params.second));
+      const int k = step * kK;
+      if constexpr (kForm == GroupedForm::kWeights) {
+        load_box_for_both(params.input, stage + rank * kHalfBytes, full, row, place.begin + k);
+      } else {
+        load_box_for_both(params.input, stage + rank * kHalfBytes, full, k, row);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const CUtensorMap& map = params.weights[half];
+        char* const to = stage + (2 + half) * kHalfBytes;
+        const int from = column + half * params.second;
+        if constexpr (kForm == GroupedForm::kWeights) {
+          load_box(map, to, full, from, place.begin + k);
+        } else if constexpr (kTurned) {
+          load_box(map, to, full, from, k, place.expert);
+        } else {
+          load_box(map, to, full, k, static_cast<int>(place.expert * params.gemm.n) + from);
+        }
+      }
       turn.next();
     }
   }
 }
 
-// A warp's way with its sums of sixteen rows: it stages them, rounded, and copies each row on, 16 bytes a lane, through gate and up with
-// their biases. Sums 4j and 4j + 1 are of row lane / 4 and columns 8j + lane % 4 * 2 and the next, 4j + 2 and 4j + 3 of eight rows further.
-template <class T, bool kGated>
-class Epilogue {
- public:
-  __device__ Epilogue(const KernelParams& params, char* staged)
-      : params_(params.gemm), staged_(staged), lane_(static_cast<int>(threadIdx.x) % 32) {}
-
-  __device__ void store(const float (&sums)[kMmaSums], const Place& place, int tile,
-                        int first_row) {
-    const int rows = min(place.end_row - first_row, kWarpRows);
-    if (rows <= 0) return;
-    __syncwarp();  // nobody reads what was staged before
-    const int row = lane_ / 4;
-#pragma unroll
-    for (int j = 0; j < kTile / 8; ++j) {
-      const int column = 8 * j + lane_ % 4 * 2;
-      char* const to = staged_ + row * kPitch + column * 2;
-      *reinterpret_cast<uint32_t*>(to) = round_pair<T>(sums[4 * j], sums[4 * j + 1]);
-      *reinterpret_cast<uint32_t*>(to + 8 * kPitch) =
-          round_pair<T>(sums[4 * j + 2], sums[4 * j + 3]);
-    }
-    __syncwarp();
-    copy(place.expert, tile, first_row, rows);
-  }
-
- private:
-  using Part = Access<T, 8>;
-  static constexpr int kColumns = kGated ? kHalf : kTile;  // of the output
-  static constexpr int kParts = kColumns / 8;
-  static constexpr int kRows = 32 / kParts;  // that the warp copies at a time
-
-  __device__ const Part& staged(int row, int part) const {
-    return *reinterpret_cast<const Part*>(staged_ + row * kPitch + part * 16);
-  }
-
-  // Eight columns of gate and up.
-  struct Columns {
-    float gate[8];
-    float up[8];
-  };
-  __device__ void add(Columns& columns, const Part& first, const Part& second) const {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      if (params_.gate.interleaved) {
-        const Part& both = e < 4 ? first : second;
-        columns.gate[e] += to_float(both.element[e % 4 * 2]);
-        columns.up[e] += to_float(both.element[e % 4 * 2 + 1]);
-      } else {
-        columns.gate[e] += to_float(first.element[e]);
-        columns.up[e] += to_float(second.element[e]);
-      }
-    }
-  }
-  __device__ void add_bias(Columns& columns, int expert, int64_t column) const {
-    const GateParams& gate = params_.gate;
-    if (gate.gate_bias == nullptr) return;
-    const auto at = [&](const void* bias, int64_t from) -> const Part& {
-      return *reinterpret_cast<const Part*>(static_cast<const T*>(bias) +
-                                            expert * gate.bias_stride + from);
-    };
-    if (gate.interleaved) {
-      add(columns, at(gate.gate_bias, 2 * column), at(gate.gate_bias, 2 * column + 8));
-    } else {
-      add(columns, at(gate.gate_bias, column), at(gate.up_bias, column));
-    }
-  }
-
-  // The activation is chosen outside of the loop: its code is short then.
-  template <Activation kActivation>
-  __device__ __forceinline__ void apply_all(GateForm<float> form, const Columns& columns,
-                                            Part& result) const {
-    form.activation = kActivation;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const Gated<float> active = apply(form, true, columns.gate[e], columns.up[e]);
-      round_to(active.value * active.factor, result.element[e]);
-    }
-  }
-  __device__ void apply_gate(const Columns& columns, Part& result) const {
-    const GateForm<float> form(params_.gate);
-    switch (form.activation) {
-      case Activation::kNone:
-        return apply_all<Activation::kNone>(form, columns, result);
-      case Activation::kSilu:
-        return apply_all<Activation::kSilu>(form, columns, result);
-      case Activation::kGelu:
-        return apply_all<Activation::kGelu>(form, columns, result);
-      case Activation::kGeluTanh:
-        return apply_all<Activation::kGeluTanh>(form, columns, result);
-      case Activation::kRelu:
-        return apply_all<Activation::kRelu>(form, columns, result);
-    }
-  }
-
-  // A row's places: in the output, and at home.
-  struct Places {
-    char* here = nullptr;
-    char* home = nullptr;
-  };
-  __device__ Places places(int64_t row) const {
-    const int64_t row_bytes = params_.gate.width * 2;
-    const HomeParams& home = params_.home;
-    Places found;
-    if (params_.gate.output != nullptr) {
-      found.here = static_cast<char*>(params_.gate.output) + row * row_bytes;
-    }
-    if (home.source != nullptr) {
-      const int64_t source = home.source[row];
-      const int64_t rank = source < 0 ? home.rank : source / home.stride;
-      if (rank != home.rank) {
-        found.home = home.slots[rank] + (source - rank * home.stride) * row_bytes;
-        if (!home.keep) found.here = nullptr;
-      }
-    }
-    return found;
-  }
-
-  __device__ void copy(int expert, int tile, int first_row, int rows) const {
-    const int part = lane_ % kParts;
-    const int64_t column = int64_t{tile} * kColumns + part * 8;
-    const Places own = lane_ < rows ? places(first_row + lane_) : Places{};
-    const bool inside = column < params_.gate.width;
-    Columns bias{};
-    if (kGated && inside) add_bias(bias, expert, column);
-    const bool turns = kGated && params_.gate.interleaved;
-#pragma unroll 1
-    for (int first = 0; first < rows; first += kRows) {
-      const int row = first + lane_ / kParts;
-      char* const here = from_lane(own.here, row);
-      char* const home = from_lane(own.home, row);
-      if (row >= rows || !inside) continue;
-      Part value = staged(row, turns ? 2 * part : part);
-      if constexpr (kGated) {
-        Columns columns{};
-        add(columns, value, staged(row, turns ? 2 * part + 1 : part + kParts));
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          columns.gate[e] += bias.gate[e];
-          columns.up[e] += bias.up[e];
-        }
-        apply_gate(columns, value);
-      }
-      if (home != nullptr) *reinterpret_cast<Part*>(home + column * 2) = value;
-      if (here != nullptr) *reinterpret_cast<Part*>(here + column * 2) = value;
-    }
-  }
-  __device__ static char* from_lane(char* pointer, int lane) {
-    return reinterpret_cast<char*>(
-        __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(pointer), lane));
-  }
-
-  const GroupedGemmParams& params_;
-  char* const staged_;
-  const int lane_;
-};
-
 // A warp's part in the products of its group's tiles.
+template <class T, GroupedForm kForm, bool kTurned>
 class Multiplier {
  public:
-  __device__ explicit Multiplier(Shared& shared) : shared_(shared) {}
+  __device__ Multiplier(Shared& shared, int group) : shared_(shared), group_(group) {}
 
   __device__ void skip(int steps) { turn_.advance(steps); }
 
-  // The products of a tile, or of its first kHalf rows.
-  template <class T, bool kWhole>
-  __device__ __forceinline__ void run(int steps, float (&upper)[kMmaSums],
+  // The products of a tile, or of its first kHalf rows. kWeights: of `left` rows of the input.
+  template <bool kWhole>
+  __device__ __forceinline__ void run(int steps, int left, float (&upper)[kMmaSums],
                                       float (&lower)[kMmaSums]) {
-    for (int step = 0; step < steps; ++step) {
+    if (kTurnedA && steps == 0) {
+#pragma unroll
+      for (int i = 0; i < kMmaSums; ++i) upper[i] = lower[i] = 0.0f;
+    }
+    for (int step = 0; step < steps; ++step, left -= kK) {
       await(&shared_.full[turn_.stage], turn_.parity);
-      const char* const stage = shared_.stages[turn_.stage];
+      char* const stage = shared_.stages[turn_.stage];
+      if (kTurnedA && left < kK) clear_rows(stage, left);
       const uint64_t a = operand(stage);
-      const uint64_t b = operand(stage + 2 * kHalfBytes);
+      const uint64_t b = operand(stage + 2 * kHalfBytes, kTurnedB ? kHalfBytes : 16);
       begin_mma();
 #pragma unroll
-      for (int at = 0; at < kK / 16; ++at) {  // 32 bytes each
+      for (int at = 0; at < kK / 16; ++at) {
         const int adds = step > 0 || at > 0;
-        multiply<T>(upper, a + 2 * at, b + 2 * at, adds);
-        if constexpr (kWhole) multiply<T>(lower, a + (kHalfBytes >> 4) + 2 * at, b + 2 * at, adds);
+        const uint64_t of_a = a + at * step_of(kTurnedA);
+        const uint64_t of_b = b + at * step_of(kTurnedB);
+        multiply<T, kTurnedA, kTurnedB>(upper, of_a, of_b, adds);
+        if constexpr (kWhole) {
+          multiply<T, kTurnedA, kTurnedB>(lower, of_a + (kHalfBytes >> 4), of_b, adds);
+        }
       }
       commit_mma();
       await_mma<1>();
@@ -356,6 +236,24 @@ class Multiplier {
   }
 
  private:
+  static constexpr bool kTurnedA = kForm == GroupedForm::kWeights;
+  static constexpr bool kTurnedB = kTurned || kTurnedA;
+  // Sixteen numbers of k: 32 bytes of each row, or sixteen rows.
+  static constexpr uint64_t step_of(bool turned) { return (turned ? 16 * kK * 2 : 32) >> 4; }
+
+  // Rows after the expert's last one are another's, or nobody's.
+  __device__ void clear_rows(char* stage, int first) const {
+    const int thread = static_cast<int>(threadIdx.x) % kGroup;
+    for (int half = 0; half < 4; ++half) {
+      char* const rows = stage + half * kHalfBytes;
+      for (int at = first * kK * 2 + thread * 16; at < kHalfBytes; at += kGroup * 16) {
+        *reinterpret_cast<uint4*>(rows + at) = uint4{};
+      }
+    }
+    show_mma();
+    meet_group(group_);
+  }
+
   // The stage before is free, in both CTAs: each loads a part of it.
   __device__ void release() const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -364,45 +262,51 @@ class Multiplier {
   }
 
   Shared& shared_;
+  const int group_;
   Turn turn_;
   int last_ = -1;  // the stage whose products are under way
 };
 
-template <class T, bool kGated>
+template <class T, GroupedForm kForm, bool kTurned>
 __device__ void consume(const KernelParams& params, Shared& shared) {
   const int group = static_cast<int>(threadIdx.x) / kGroup - 1;
   const int warp = static_cast<int>(threadIdx.x) % kGroup / 32;
-  const int steps = static_cast<int>((params.gemm.k + kK - 1) / kK);
-  Epilogue<T, kGated> epilogue(params, shared.staged[group * 4 + warp]);
-  Multiplier multiplier(shared);
-  Tiles tiles(params, shared);
+  Epilogue<T, kForm> epilogue(params.gemm, shared.staged[group * 4 + warp]);
+  Multiplier<T, kForm, kTurned> multiplier(shared, group);
+  Tiles<kForm> tiles(params, shared);
   if (group == 1) pass_turn(group);
   int number = 0;
   for (Place place; tiles.next(place); ++number) {
+    const int steps = tiles.steps(place);
     if (number % 2 != group) {
       multiplier.skip(steps);
       continue;
     }
     float upper[kMmaSums];
     float lower[kMmaSums];
-    const bool whole = place.end_row - place.first_row > kHalf;
+    const int rows = place.end_row - place.first_row;
+    const int left = place.end - place.begin;
+    const int tile = place.pair * kCluster + cluster_rank();
     await_turn(group);
-    if (whole) {
-      multiplier.template run<T, true>(steps, upper, lower);
+    if (rows > kHalf) {
+      multiplier.template run<true>(steps, left, upper, lower);
     } else {
-      multiplier.template run<T, false>(steps, upper, lower);
+      multiplier.template run<false>(steps, left, upper, lower);
     }
     pass_turn(group);
     multiplier.finish();
-    const int tile = place.pair * kCluster + cluster_rank();
-    epilogue.store(upper, place, tile, place.first_row + warp * kWarpRows);
-    if (whole) epilogue.store(lower, place, tile, place.first_row + kHalf + warp * kWarpRows);
+    const auto store = [&](const float (&sums)[kMmaSums], int first) {
+      epilogue.store(sums,
+                     {place.expert, tile, place.first_row + first, min(rows - first, kWarpRows)});
+    };
+    store(upper, warp * kWarpRows);
+    if (rows > kHalf) store(lower, kHalf + warp * kWarpRows);
   }
 }
 
 #endif
 
-template <class T, bool kGated>
+template <class T, GroupedForm kForm, bool kTurned>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     grouped_gemm_kernel(const __grid_constant__ KernelParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -417,16 +321,16 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if (threadIdx.x < 32) count_tiles(params, shared);
+  if (threadIdx.x < 32) count_tiles<kForm>(params, shared);
   __syncthreads();
   meet_cluster();
   if (threadIdx.x < kGroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 0) produce(params, shared);
+    if (threadIdx.x == 0) produce<kForm, kTurned>(params, shared);
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    consume<T, kGated>(params, shared);
+    consume<T, kForm, kTurned>(params, shared);
   }
   // A CTA stays until the other one stores nothing more in its memory.
   meet_cluster();
@@ -435,62 +339,101 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
 
 using Kernel = void (*)(KernelParams);
 
-Kernel kernel_of(Element element, bool gated) {
-  if (element == Element::kFloat16) {
-    return gated ? grouped_gemm_kernel<__half, true> : grouped_gemm_kernel<__half, false>;
-  }
-  return gated ? grouped_gemm_kernel<__nv_bfloat16, true>
-               : grouped_gemm_kernel<__nv_bfloat16, false>;
+template <GroupedForm kForm, bool kTurned>
+Kernel kernel_for(Element element) {
+  return element == Element::kFloat16 ? grouped_gemm_kernel<__half, kForm, kTurned>
+                                      : grouped_gemm_kernel<__nv_bfloat16, kForm, kTurned>;
 }
 
-CUresult make_map(CUtensorMap& map, Element element, const void* rows, int64_t count, int64_t k) {
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(count)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(k) * 2};
-  const cuuint32_t box[] = {kK, kHalf};
-  const cuuint32_t steps[] = {1, 1};
-  return call_cuTensorMapEncodeTiled(
-      &map,
-      element == Element::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      2u, const_cast<void*>(rows), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+Kernel kernel_of(Element element, GroupedForm form, bool turned) {
+  switch (form) {
+    case GroupedForm::kRows:
+      return turned ? kernel_for<GroupedForm::kRows, true>(element)
+                    : kernel_for<GroupedForm::kRows, false>(element);
+    case GroupedForm::kGate:
+      return turned ? kernel_for<GroupedForm::kGate, true>(element)
+                    : kernel_for<GroupedForm::kGate, false>(element);
+    case GroupedForm::kWeights:
+      return kernel_for<GroupedForm::kWeights, true>(element);
+  }
+  return nullptr;
+}
+
+// The maps of boxes of kHalf rows of 128 bytes.
+class Maps {
+ public:
+  explicit Maps(Element element)
+      : type_(element == Element::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                           : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) {}
+
+  // The map of one matrix or, with a number of them, of that many.
+  bool make(CUtensorMap& map, const void* first, int64_t columns, int64_t rows,
+            int64_t matrices = 0) const {
+    const auto unsigned_of = [](int64_t number) { return static_cast<cuuint64_t>(number); };
+    const cuuint64_t sizes[] = {unsigned_of(columns), unsigned_of(rows), unsigned_of(matrices)};
+    const cuuint64_t strides[] = {unsigned_of(columns * 2), unsigned_of(columns * rows * 2)};
+    const cuuint32_t box[] = {kK, kHalf, 1};
+    const cuuint32_t steps[] = {1, 1, 1};
+    return call_cuTensorMapEncodeTiled(&map, type_, matrices == 0 ? 2u : 3u,
+                                       const_cast<void*>(first), sizes, strides, box, steps,
+                                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  }
+
+ private:
+  CUtensorMapDataType type_;
+};
+
+bool make_maps(KernelParams& params) {
+  const GroupedGemmParams& gemm = params.gemm;
+  const Maps maps(gemm.gate.element);
+  const void* const up = gemm.up_weight == nullptr ? gemm.weight : gemm.up_weight;
+  const bool weights = gemm.form == GroupedForm::kWeights;
+  const auto make_weight = [&](CUtensorMap& map, const void* weight) {
+    if (weights) return maps.make(map, weight, gemm.k, gemm.rows);
+    return gemm.turned ? maps.make(map, weight, gemm.n, gemm.k, gemm.gate.experts)
+                       : maps.make(map, weight, gemm.k, gemm.n * gemm.gate.experts);
+  };
+  return maps.make(params.input, gemm.input, weights ? gemm.n : gemm.k, gemm.rows) &&
+         make_weight(params.weights[0], gemm.weight) && make_weight(params.weights[1], up);
 }
 
 }  // namespace
 
 cudaError_t load_grouped_gemm_sm90() {
   for (const Element element : {Element::kBFloat16, Element::kFloat16}) {
-    for (const bool gated : {false, true}) {
-      const cudaError_t error = cudaFuncSetAttribute(
-          kernel_of(element, gated), cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-      if (error != cudaSuccess) return error;
+    for (const auto form : {GroupedForm::kRows, GroupedForm::kGate, GroupedForm::kWeights}) {
+      for (const bool turned : {false, true}) {
+        const cudaError_t error =
+            cudaFuncSetAttribute(kernel_of(element, form, turned),
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+        if (error != cudaSuccess) return error;
+      }
     }
   }
   return cudaSuccess;
 }
 
 cudaError_t launch_grouped_gemm_sm90(const GroupedGemmParams& gemm, cudaStream_t stream) {
-  if (gemm.rows == 0 || gemm.gate.width == 0 || gemm.gate.experts == 0) return cudaSuccess;
   const GateParams& gate = gemm.gate;
-  const bool apart = gemm.gated && !gate.interleaved;  // gate and up are not neighbours
+  const bool weights = gemm.form == GroupedForm::kWeights;
+  if (gemm.rows == 0 || gate.width == 0 || gate.experts == 0) return cudaSuccess;
+  const bool gated = gemm.form == GroupedForm::kGate;
+  const bool apart = gated && !gate.interleaved;  // gate and up are not neighbours
   KernelParams params{};
   params.gemm = gemm;
   params.step = apart ? kHalf : kTile;
   params.second = !apart ? kHalf : gemm.up_weight != nullptr ? 0 : static_cast<int32_t>(gate.width);
-  const int64_t columns = gemm.gated ? kHalf : kTile;  // of the output
+  const int64_t columns = gated ? kHalf : kTile;  // of the output
   params.column_pairs =
       static_cast<int32_t>((gate.width + kCluster * columns - 1) / (kCluster * columns));
-  const int64_t weights = gate.experts * gemm.n;
-  const void* const up = gemm.up_weight == nullptr ? gemm.weight : gemm.up_weight;
-  if (make_map(params.input, gate.element, gemm.input, gemm.rows, gemm.k) != CUDA_SUCCESS ||
-      make_map(params.weights[0], gate.element, gemm.weight, weights, gemm.k) != CUDA_SUCCESS ||
-      make_map(params.weights[1], gate.element, up, weights, gemm.k) != CUDA_SUCCESS) {
-    return cudaErrorInvalidValue;
-  }
-  const int64_t most = ((gemm.rows + kTile - 1) / kTile + gate.experts) * params.column_pairs;
-  const int64_t clusters = std::clamp<int64_t>(gemm.ctas / kCluster, 1, most);
-  const Kernel kernel = kernel_of(gate.element, gemm.gated);
+  if (!make_maps(params)) return cudaErrorInvalidValue;
+  const int64_t blocks = weights ? gate.experts * ((gemm.n + kTile - 1) / kTile)
+                                 : (gemm.rows + kTile - 1) / kTile + gate.experts;
+  const int64_t clusters =
+      std::clamp<int64_t>(gemm.ctas / kCluster, 1, blocks * params.column_pairs);
+  const Kernel kernel = kernel_of(gate.element, gemm.form, gemm.turned);
   kernel<<<static_cast<unsigned>(clusters * kCluster), kThreads, kSharedBytes, stream>>>(params);
   return cudaGetLastError();
 }

@@ -240,6 +240,10 @@ struct GateParams {
   void* gate_grad = nullptr;
   void* up_grad = nullptr;
   int64_t grad_stride = 0;
+  // Rows are multiplied by their shares, [rows], float (double of double), after the gate; null: by 1. Backward then has, if they
+  // are not null, the rows after that, rounded twice, in `output`, and the gradients of shares.
+  const void* shares = nullptr;
+  void* dots = nullptr;  // [rows], as shares
 };
 
 cudaError_t apply_gate(const GateParams& params, cudaStream_t stream);

@@ -245,6 +245,32 @@ __device__ __forceinline__ void load_pair(const void* gate, const void* up, int6
   }
 }
 
+// Gradients of one column, whose row has a share.
+template <class A, class T>
+struct GateGradient {
+  A gate;
+  A up;
+  A dot;     // the share's
+  T scaled;  // not a gradient: the gate's value, rounded, times the share
+};
+
+template <class A, class T>
+__device__ __forceinline__ GateGradient<A, T> gate_gradient(const GateForm<A>& form, bool gated,
+                                                            A gate, A up, A grad, A share) {
+  const Gated<A> active = apply(form, gated, gate, up);
+  const bool clamps = form.limit > 0 && gated;
+  const bool gate_open = !clamps || gate <= form.limit;
+  const bool up_open = !clamps || (up <= form.limit && up >= -form.limit);
+  T returned;
+  round_to(gated ? active.value * active.factor : active.value, returned);
+  GateGradient<A, T> found;
+  found.gate = gate_open ? grad * share * active.factor * active.slope : A{0};
+  found.up = up_open ? grad * share * active.value : A{0};
+  found.dot = grad * to_float(returned);
+  round_to(to_float(returned) * share, found.scaled);
+  return found;
+}
+
 template <class T, int kVector, bool kTurns, bool kBackward>
 __global__ void __launch_bounds__(kMostThreads)
     gate_kernel(const __grid_constant__ GateParams params) {
@@ -258,6 +284,8 @@ __global__ void __launch_bounds__(kMostThreads)
   const T* gate_row = static_cast<const T*>(params.gate) + row * params.row_stride;
   const T* up_row =
       params.up == nullptr ? nullptr : static_cast<const T*>(params.up) + row * params.row_stride;
+  const A share = params.shares == nullptr ? A{1} : static_cast<const A*>(params.shares)[row];
+  A dot = 0;
   for (int64_t column = threadIdx.x * kVector; column < params.width;
        column += int64_t{blockDim.x} * kVector) {
     A gate[kVector] = {};
@@ -275,19 +303,23 @@ __global__ void __launch_bounds__(kMostThreads)
     }
     Access<T, kVector> result;  // backward: the gate's gradient
     Access<T, kVector> others;  // the up's
+    Access<T, kVector> scaled;
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
-      const Gated<A> active = apply(form, gated, gate[e], up[e]);
       if constexpr (kBackward) {
-        const A given = to_float(grad.element[e]);
-        const bool clamps = form.limit > 0 && gated;
-        const bool gate_open = !clamps || gate[e] <= form.limit;
-        const bool up_open = !clamps || (up[e] <= form.limit && up[e] >= -form.limit);
-        round_to(gate_open ? given * active.factor * active.slope : A{0}, result.element[e]);
-        round_to(up_open ? given * active.value : A{0}, others.element[e]);
+        const GateGradient<A, T> found =
+            gate_gradient<A, T>(form, gated, gate[e], up[e], to_float(grad.element[e]), share);
+        round_to(found.gate, result.element[e]);
+        round_to(found.up, others.element[e]);
+        scaled.element[e] = found.scaled;
+        dot += found.dot;
       } else {
-        round_to(gated ? active.value * active.factor : active.value, result.element[e]);
+        const Gated<A> active = apply(form, gated, gate[e], up[e]);
+        round_to((gated ? active.value * active.factor : active.value) * share, result.element[e]);
       }
+    }
+    if (kBackward && params.output != nullptr) {
+      store(params.output, row * params.width + column, scaled);
     }
     if constexpr (!kBackward) {
       store(params.output, row * params.width + column, result);
@@ -307,6 +339,12 @@ __global__ void __launch_bounds__(kMostThreads)
       if (gated) {
         store(params.up_grad, row * params.grad_stride + column, others);
       }
+    }
+  }
+  if (kBackward && params.dots != nullptr) {
+    const A total = sum_of_block(dot);
+    if (threadIdx.x == 0) {
+      static_cast<A*>(params.dots)[row] = total;
     }
   }
 }

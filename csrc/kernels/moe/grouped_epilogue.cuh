@@ -1,0 +1,211 @@
+// The way of a tile's sums to memory. A warp stages sixteen rows, rounded, and takes them up again, 16 bytes a lane.
+#pragma once
+
+#include "kernels/chunk/element.cuh"
+#include "kernels/moe/gate.cuh"
+#include "kernels/moe/grouped_gemm.h"
+#include "kernels/moe/grouped_gemm_ptx.cuh"
+
+namespace overlap::kernels {
+
+constexpr int kTile = 128;  // rows, and columns before a gate
+constexpr int kHalf = kTile / 2;
+constexpr int kWarpRows = 16;  // of a warp's sums at a time
+// Bytes of a staged row: no two rows of a store meet in a bank.
+constexpr int kPitch = kTile * 2 + 16;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Rows of a warp's sums: which, and where in the output.
+struct WarpRows {
+  int expert;
+  int tile;  // of columns
+  int64_t first;
+  int count;
+};
+
+// Sums 4j and 4j + 1 are of row lane / 4 and columns 8j + lane % 4 * 2 and the next, 4j + 2 and 4j + 3 of eight rows further.
+template <class T>
+__device__ __forceinline__ void stage(const float (&sums)[kMmaSums], char* staged) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  __syncwarp();  // nobody reads what was staged before
+#pragma unroll
+  for (int j = 0; j < kTile / 8; ++j) {
+    char* const to = staged + lane / 4 * kPitch + (8 * j + lane % 4 * 2) * 2;
+    *reinterpret_cast<uint32_t*>(to) = round_pair<T>(sums[4 * j], sums[4 * j + 1]);
+    *reinterpret_cast<uint32_t*>(to + 8 * kPitch) = round_pair<T>(sums[4 * j + 2], sums[4 * j + 3]);
+  }
+  __syncwarp();
+}
+
+template <class T>
+using Part = Access<T, 8>;
+
+template <class T>
+__device__ __forceinline__ Part<T>& part_at(const void* base, int64_t element) {
+  return *reinterpret_cast<Part<T>*>(const_cast<T*>(static_cast<const T*>(base)) + element);
+}
+
+// Eight columns of gate and up.
+struct Columns {
+  float gate[8] = {};
+  float up[8] = {};
+
+  template <class T>
+  __device__ void add(const Part<T>& first, const Part<T>& second, bool interleaved) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      if (interleaved) {
+        const Part<T>& both = e < 4 ? first : second;
+        gate[e] += to_float(both.element[e % 4 * 2]);
+        up[e] += to_float(both.element[e % 4 * 2 + 1]);
+      } else {
+        gate[e] += to_float(first.element[e]);
+        up[e] += to_float(second.element[e]);
+      }
+    }
+  }
+  template <class T>
+  __device__ void add_bias(const GateParams& gate, int expert, int64_t column) {
+    if (gate.gate_bias == nullptr) return;
+    const int64_t row = expert * gate.bias_stride;
+    if (gate.interleaved) {
+      const int64_t at = row + 2 * column;
+      add<T>(part_at<T>(gate.gate_bias, at), part_at<T>(gate.gate_bias, at + 8), true);
+    } else {
+      const int64_t at = row + column;
+      add<T>(part_at<T>(gate.gate_bias, at), part_at<T>(gate.up_bias, at), false);
+    }
+  }
+};
+
+template <class T, GroupedForm kForm>
+class Epilogue {
+ public:
+  __device__ Epilogue(const GroupedGemmParams& params, char* staged)
+      : params_(params), staged_(staged), lane_(static_cast<int>(threadIdx.x) % 32) {}
+
+  __device__ void store(const float (&sums)[kMmaSums], const WarpRows& rows) {
+    if (rows.count <= 0) return;
+    stage<T>(sums, staged_);
+    const int part = lane_ % kParts;
+    const int64_t column = int64_t{rows.tile} * kColumns + part * 8;
+    const bool inside = column < params_.gate.width;
+    Columns bias;
+    if (kGated && inside) bias.template add_bias<T>(params_.gate, rows.expert, column);
+    const Places own = lane_ < rows.count ? places(rows) : Places{};
+#pragma unroll 1
+    for (int first = 0; first < rows.count; first += kRows) {
+      const int row = first + lane_ / kParts;
+      char* const here = from_lane(own.here, row);
+      char* const home = from_lane(own.home, row);
+      if (row >= rows.count || !inside) continue;
+      Part<T> value = staged(row, part);
+      if constexpr (kGated) value = gate(row, part, rows.first + row, column, bias);
+      if (home != nullptr) part_at<T>(home, column) = value;
+      if (here != nullptr) part_at<T>(here, column) = value;
+    }
+  }
+
+ private:
+  static constexpr bool kGated = kForm == GroupedForm::kGate;
+  static constexpr int kColumns = kGated ? kHalf : kTile;  // of the output
+  static constexpr int kParts = kColumns / 8;
+  static constexpr int kRows = 32 / kParts;  // that the warp takes up at a time
+
+  __device__ const Part<T>& staged(int row, int part) const {
+    return *reinterpret_cast<const Part<T>*>(staged_ + row * kPitch + part * 16);
+  }
+
+  __device__ Part<T> gate(int staged_row, int part, int64_t row, int64_t column,
+                          const Columns& bias) const {
+    const GateParams& gate = params_.gate;
+    const bool turns = gate.interleaved;
+    const Part<T> first = staged(staged_row, turns ? 2 * part : part);
+    const Part<T> second = staged(staged_row, turns ? 2 * part + 1 : part + kParts);
+    if (gate.gate_grad != nullptr) keep(row, column, first, second);
+    Columns columns = bias;
+    columns.template add<T>(first, second, turns);
+    const auto* const shares = static_cast<const float*>(gate.shares);
+    const float share = shares == nullptr ? 1.0f : shares[row];
+    GateForm<float> form(gate);
+    Part<T> result;
+    // The activation is a constant within each loop: its code is short then.
+    const auto apply_all = [&](auto activation) {
+      form.activation = activation.value;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const Gated<float> active = apply(form, true, columns.gate[e], columns.up[e]);
+        round_to(active.value * active.factor * share, result.element[e]);
+      }
+    };
+    switch (gate.activation) {
+      case Activation::kNone:
+        apply_all(std::integral_constant<Activation, Activation::kNone>{});
+        break;
+      case Activation::kSilu:
+        apply_all(std::integral_constant<Activation, Activation::kSilu>{});
+        break;
+      case Activation::kGelu:
+        apply_all(std::integral_constant<Activation, Activation::kGelu>{});
+        break;
+      case Activation::kGeluTanh:
+        apply_all(std::integral_constant<Activation, Activation::kGeluTanh>{});
+        break;
+      case Activation::kRelu:
+        apply_all(std::integral_constant<Activation, Activation::kRelu>{});
+        break;
+    }
+    return result;
+  }
+
+  __device__ void keep(int64_t row, int64_t column, const Part<T>& first,
+                       const Part<T>& second) const {
+    const GateParams& gate = params_.gate;
+    const int64_t begin = row * gate.grad_stride;
+    if (gate.interleaved) {
+      part_at<T>(gate.gate_grad, begin + 2 * column) = first;
+      part_at<T>(gate.gate_grad, begin + 2 * column + 8) = second;
+    } else {
+      part_at<T>(gate.gate_grad, begin + column) = first;
+      part_at<T>(gate.up_grad, begin + column) = second;
+    }
+  }
+
+  // Where this lane's row goes: in the output, or home.
+  struct Places {
+    char* here = nullptr;
+    char* home = nullptr;
+  };
+  __device__ Places places(const WarpRows& rows) const {
+    const int64_t row_bytes = params_.gate.width * 2;
+    const int64_t row = rows.first + lane_;
+    Places found;
+    if (params_.gate.output != nullptr) {
+      const int64_t before = kForm == GroupedForm::kWeights ? rows.expert * params_.n : int64_t{0};
+      found.here = static_cast<char*>(params_.gate.output) + (before + row) * row_bytes;
+    }
+    const HomeParams& home = params_.home;
+    if (home.source != nullptr) {
+      const int64_t source = home.source[row];
+      const int64_t rank = source < 0 ? home.rank : source / home.stride;
+      if (rank != home.rank) {
+        found.home = home.slots[rank] + (source - rank * home.stride) * row_bytes;
+        found.here = nullptr;
+      }
+    }
+    return found;
+  }
+  __device__ static char* from_lane(char* pointer, int lane) {
+    return reinterpret_cast<char*>(
+        __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(pointer), lane));
+  }
+
+  const GroupedGemmParams& params_;
+  char* const staged_;
+  const int lane_;
+};
+
+#endif
+
+}  // namespace overlap::kernels

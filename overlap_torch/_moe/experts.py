@@ -1,0 +1,95 @@
+"""A rank's experts with the way home of their results: one operator, whose backward keeps no results and no activations."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from overlap_torch._moe.activation import FORM, bias_gradient, gate_backward
+from overlap_torch._moe.ops import ROUTES, complete, define, row_shares, share_gradients
+from overlap_torch._moe.products import flops_hidden
+
+_ops = torch.ops.overlap
+
+
+@define(
+    "_moe_experts(Tensor? x, Tensor rows, Tensor gate_up, Tensor? up, Tensor? bias, Tensor down, Tensor? topk_weights, Tensor offs, "
+    f"{FORM}, bool early, SymInt tokens, int choices, {ROUTES}, bool ranks_first, bool keep, str group) -> (Tensor, Tensor, Tensor)"
+)
+def _experts(x, rows, gate_up, up, bias, down, topk_weights, offs, *how):
+    """`_moe_hidden`, then `_moe_down`; and what backward takes, if it is kept.
+
+    The shares multiply before down if they are `early`, else after it. `x` [T, H]: the tokens that became the rows; it gets
+    the rows' gradients, summed. Without it the rows get them.
+    """
+    *form, early, tokens, choices = how[:9]
+    *routes, ranks_first, keep, group = how[9:]
+    weighs = early and topk_weights is not None
+    shares = row_shares(topk_weights, routes, group, rows) if weighs else None
+    hidden, *parts = _ops._moe_hidden(rows, gate_up, up, bias, shares, offs, *form, keep)
+    late = None if early else topk_weights
+    how = (late, tokens, choices, *routes, ranks_first, group)
+    return _ops._moe_down(hidden, down, offs, *how), *parts
+
+
+def _fake_experts(x, rows, gate_up, up, bias, down, topk_weights, offs, *how):
+    tokens, keep = how[7], how[-2]
+    kept = (rows.shape[0], gate_up.shape[1])
+    shapes = [kept if keep else 0, kept if keep and up is not None else 0]
+    return rows.new_empty((tokens, down.shape[1])), *(rows.new_empty(each) for each in shapes)
+
+
+def _keep(ctx, inputs, output) -> None:
+    operands, how = inputs[:8], inputs[8:]
+    *ctx.form, _, ctx.tokens, ctx.choices = how[:9]
+    *routes, ctx.ranks_first, _, ctx.group = how[9:]
+    ctx.save_for_backward(*operands, *output[1:], *routes)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, *_):
+    if grad is None:
+        return (None,) * len(ctx.needs_input_grad)
+    x, rows, gate_up, up, bias, down, weights, offs, *parts = ctx.saved_tensors[:10]
+    routes = ctx.saved_tensors[10:]
+    needs_x, needs_rows, needs_gate, needs_up, needs_bias, needs_down, needs_shares = (
+        ctx.needs_input_grad[:7]
+    )
+    given = _ops._moe_spread(grad, ctx.choices, *routes, ctx.ranks_first, ctx.group)
+    shares = None if weights is None else row_shares(weights, routes, ctx.group, rows)
+    compute = _ops._moe_gate_backward
+    if torch.is_grad_enabled():  # a second derivative: of operators that have one
+        if x is not None:
+            rows = _ops._moe_spread(x, ctx.choices, *routes, ctx.ranks_first, ctx.group)
+        parts = [None if w is None else _ops._moe_linear(rows, w, offs) for w in (gate_up, up)]
+        compute = gate_backward
+    product = _ops._moe_linear(given, down.transpose(1, 2), offs)
+    operands = (parts[0], None if up is None else parts[1], bias, shares, offs)
+    of_hidden, of_up, active, dots = compute(product, *operands, *ctx.form)
+    pairs = [(of_hidden, gate_up)] if up is None else [(of_hidden, gate_up), (of_up, up)]
+    of_x = of_rows = None
+    how = (None, ctx.tokens, ctx.choices, *routes, ctx.ranks_first, ctx.group)
+    if needs_x and len(pairs) == 1 and not torch.is_grad_enabled():
+        of_x = _ops._moe_down(of_hidden, gate_up.transpose(1, 2), offs, *how)
+    elif needs_x or needs_rows:
+        of_rows = sum(_ops._moe_linear(part, w.transpose(1, 2), offs) for part, w in pairs)
+        if needs_x:
+            of_x, of_rows = _ops.moe_combine(of_rows, *how), None
+    return (
+        of_x,
+        of_rows,
+        _ops._moe_weight_gradient(of_hidden, rows, offs) if needs_gate else None,
+        _ops._moe_weight_gradient(of_up, rows, offs) if needs_up else None,
+        bias_gradient(of_hidden, None if up is None else of_up, bias, offs) if needs_bias else None,
+        _ops._moe_weight_gradient(given, active, offs) if needs_down else None,
+        share_gradients(dots, weights, routes, ctx.group) if needs_shares else None,
+        *(None,) * (len(ctx.needs_input_grad) - 7),
+    )
+
+
+complete({"_moe_experts": _fake_experts}, {"_moe_experts": (_backward, _keep)})
+
+
+@register_flop_formula(_ops._moe_experts)
+def _flops(x, rows: torch.Size, gate_up: torch.Size, up, bias, down: torch.Size, *args, **kwargs):
+    return flops_hidden(rows, gate_up, up) + 2 * rows[0] * down[-2] * down[-1]
