@@ -368,7 +368,7 @@ def moe(
     way = _way(x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
     rows, route = _dispatched(x, topk_ids, experts, 1, way)
     offs, wide = route.offs, topk_weights.to(accumulated(x.dtype))
-    shares = None if shares_on == "output" else _row_shares(wide, route)
+    shares = None if shares_on == "output" else shares_of_rows(wide, route)
     if shares_on == "input":
         rows = (rows * shares).to(x.dtype)
     form = gate.form(interleaved)
@@ -395,7 +395,7 @@ def moe(
     return _ops._moe_down(hidden, down, offs, *how)[0].view(*route.shape[:-1], down.shape[1])
 
 
-def _row_shares(weights: torch.Tensor, route: Route) -> torch.Tensor:
+def shares_of_rows(weights: torch.Tensor, route: Route) -> torch.Tensor:
     """[..., K] to [R, 1]: each row's share."""
     routes, place, _, source, splits = route.routes
     return _ops._moe_away(weights.reshape(-1, 1), routes, place, source, splits, route.group)
