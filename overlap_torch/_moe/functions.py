@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 
 from overlap_torch._layers.linear import as_under_autocast
-from overlap_torch._moe import experts as _  # noqa: F401, registers operators
-from overlap_torch._moe import ops
+from overlap_torch._moe import experts, ops  # noqa: F401, registers operators
 from overlap_torch._moe.activation import NO_ACTIVATION, Gate
-from overlap_torch._moe.ops import row_shares
+from overlap_torch._ops.composition import accumulated
 from overlap_torch._ops.graphs import constant_in_graphs
 from overlap_torch._ops.group import Group, group_name, place_of, reaches
 from overlap_torch._ops.nested import refuse_nested
@@ -376,7 +375,8 @@ def moe(
     with torch.set_grad_enabled(torch.is_grad_enabled() and not direct):
         rows, route = _dispatched(x, topk_ids, experts, 1, way)
     if shares_on == "input":
-        rows = (rows * _row_shares(topk_weights, route, rows)).to(x.dtype)
+        wide = topk_weights.to(accumulated(x.dtype))
+        rows = (rows * shares_of_rows(wide, route)).to(x.dtype)
     if down_bias is not None:
         return _biased(
             rows, gate_up, gate_up_bias, down, down_bias, form, shares_on, topk_weights, route
@@ -394,13 +394,15 @@ def _biased(rows, gate_up, gate_up_bias, down, down_bias, form, shares_on, topk_
     offs = route.offs
     parts = [_ops._moe_linear(rows, weight, offs) for weight in gate_up]
     parts += [None] * (2 - len(parts))
-    shares = _row_shares(topk_weights, route, rows) if shares_on == "hidden" else None
+    wide = topk_weights.to(accumulated(rows.dtype))
+    shares = shares_of_rows(wide, route) if shares_on == "hidden" else None
     hidden = _ops._moe_gate(*parts, gate_up_bias, shares, offs, *form)
     results = _ops._moe_linear(hidden, down, offs)
     results = _ops._moe_gate(results, None, down_bias, None, offs, *NO_ACTIVATION)
     return moe_combine(results, route, topk_weights if shares_on == "output" else None)
 
 
-def _row_shares(weights: torch.Tensor, route: Route, rows: torch.Tensor) -> torch.Tensor:
+def shares_of_rows(weights: torch.Tensor, route: Route) -> torch.Tensor:
     """[..., K] to [R, 1]: each row's share."""
-    return row_shares(weights, route.routes, route.group, rows)
+    routes, place, _, source, splits = route.routes
+    return _ops._moe_away(weights.reshape(-1, 1), routes, place, source, splits, route.group)

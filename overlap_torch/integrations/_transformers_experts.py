@@ -8,30 +8,54 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 from transformers.integrations.moe import _default_apply_gate
 
 from overlap_torch._layers.sharding import GatherParts, TakePart, place_in, shard_range
+from overlap_torch._moe.activation import Gate
 from overlap_torch._moe.functions import moe, moe_combine, moe_dispatch
 
 REGISTRY = EPImplementationInterface
 NAME = "overlap"
 _SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
+# Classes whose own `_apply_gate` is a `Gate`: the attributes with its alpha, if there is one, and its limit, and its offset.
+GATES: dict[str, tuple[str | None, str, float]] = {
+    "gpt_oss.modeling_gpt_oss.GptOssExperts": ("alpha", "limit", 1.0),
+    "minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts": (
+        "swiglu_alpha",
+        "swiglu_limit",
+        1.0,
+    ),
+    "deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts": (None, "limit", 0.0),
+    "hy_v4.modeling_hy_v4.HYV4Experts": (None, "swiglu_limit", 0.0),
+    "glm5_next.modeling_glm5_next.Glm5NextTextExperts": (None, "swiglu_limit", 0.0),
+}
+
+
+def _gate_of(experts: torch.nn.Module) -> Gate | None:
+    """The experts' activation; None if `moe` does not know it."""
+    kind = type(experts)
+    if hasattr(experts, "act_fn") and not isinstance(experts.act_fn, _SILU):
+        return None
+    if getattr(kind, "_apply_gate", None) is _default_apply_gate:
+        return Gate() if hasattr(experts, "act_fn") and experts.is_concatenated else None
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("transformers.models.")
+    if name not in GATES:
+        return None
+    alpha, limit, offset = GATES[name]
+    limit = getattr(experts, limit)
+    known = limit is not None and limit > 0
+    return Gate("silu", getattr(experts, alpha) if alpha else 1.0, limit, offset) if known else None
 
 
 class OverlapEP(EPImplementation):
     """Sends tokens to their experts' ranks and back, a token once to a rank. Ranks of a TP group hold the same tokens, and
     each sends a part.
 
-    Plain experts, with a SiLU and without biases, run as :func:`overlap_torch.moe`; others run their own forward.
+    Experts with a SiLU, and those of :data:`GATES`, run as :func:`overlap_torch.moe`; others run their own forward.
     """
 
     def __init__(self, experts, ep_mesh, tp_mesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
-        self.plain = (
-            getattr(type(experts), "_apply_gate", None) is _default_apply_gate
-            and isinstance(getattr(experts, "act_fn", None), _SILU)
-            and experts.has_gate
-            and experts.is_concatenated
-            and not (experts.has_bias or experts.is_transposed or experts.has_post_expert_norm)
-        )
+        known = experts.has_gate and not experts.has_post_expert_norm
+        self.gate = _gate_of(experts) if known else None
 
     def __call__(self, hidden_states, top_k_index, top_k_weights):
         if self.tp_mesh.size() == 1:
@@ -50,9 +74,22 @@ class OverlapEP(EPImplementation):
         group = self.ep_mesh.get_group()
         counted = self.num_local_experts * self.ep_mesh.size()
         implementation = getattr(self.experts.config, "_experts_implementation", None)
-        if self.plain and implementation in ("eager", "grouped_mm", "batched_mm"):
-            gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
-            return moe(hidden, ids, weights, gate_up, down, num_experts=counted, group=group)
+        if self.gate is not None and implementation in ("eager", "grouped_mm", "batched_mm"):
+            own, weights_of = self.experts, (self.experts.gate_up_proj, self.experts.down_proj)
+            if own.is_transposed:
+                weights_of = (weight.transpose(1, 2) for weight in weights_of)
+            return moe(
+                hidden,
+                ids,
+                weights,
+                *weights_of,
+                num_experts=counted,
+                gate_up_bias=own.gate_up_proj_bias if own.has_bias else None,
+                down_bias=own.down_proj_bias if own.has_bias else None,
+                activation=self.gate,
+                interleaved=not own.is_concatenated,
+                group=group,
+            )
         rows, route = moe_dispatch(hidden, ids, num_experts=counted, group=group)
         numbers = torch.arange(rows.shape[0], device=rows.device)
         local = torch.searchsorted(route.offs, numbers, right=True)[:, None]

@@ -1,4 +1,5 @@
-"""Megatron-core's tensor-parallel linears and context-parallel attention by the ops of this package; Transformer Engine is not needed.
+"""Megatron-core's tensor-parallel linears, context-parallel attention and mixture of experts by the ops of this package;
+Transformer Engine is not needed.
 
 Importing this module imports Megatron-core, and raises ImportError unless that is release 0.19.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,7 @@ from megatron.core.tensor_parallel.mappings import (  # noqa: E402
 )
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
@@ -42,12 +45,18 @@ from overlap_torch.integrations._megatron_attention import (  # noqa: E402
     CoreAttention,
     OverlapDotProductAttention,
 )
+from overlap_torch.integrations._megatron_experts import (  # noqa: E402
+    OverlapMoELayer,
+    OverlapTokenDispatcher,
+)
 
 __all__ = [
     "OverlapColumnParallelLinear",
     "OverlapDotProductAttention",
+    "OverlapMoELayer",
     "OverlapRowParallelLinear",
     "OverlapSpecProvider",
+    "OverlapTokenDispatcher",
     "TorchNorm",
     "gpt_block_spec",
     "gpt_layer_spec",
@@ -224,6 +233,10 @@ class OverlapSpecProvider(BackendSpecProvider):
         """The fallback's modules, because experts do not change."""
         return self.fallback.grouped_mlp_modules(moe_use_grouped_gemm)
 
+    def moe_layer(self) -> type:
+        """The layer around the experts, which :func:`gpt_layer_spec` takes; Megatron's protocol has no such method."""
+        return OverlapMoELayer
+
     def activation_func(self) -> Any:
         return self.fallback.activation_func()
 
@@ -232,7 +245,8 @@ def gpt_layer_spec(provider: OverlapSpecProvider | None = None, **arguments: Any
     """``megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec(**arguments)``, built by a provider.
 
     The provider (None: ``OverlapSpecProvider()``) gives attention and its projections, the dense MLP's and the shared
-    experts' linears, norms and the experts' modules. All other modules are those of Megatron's local spec.
+    experts' linears, norms, the experts' modules and the layer around them. All other modules are those of Megatron's local
+    spec.
     """
     provider = OverlapSpecProvider() if provider is None else provider
     submodules = gpt_layer_specs.get_gpt_layer_local_submodules(**arguments)
@@ -256,6 +270,8 @@ def gpt_layer_spec(provider: OverlapSpecProvider | None = None, **arguments: Any
         num_experts=arguments.get("num_experts"),
         moe_grouped_gemm=arguments.get("moe_grouped_gemm", False),
     )
+    if mlp.func is MoELayer:
+        mlp = functools.partial(provider.moe_layer(), **mlp.keywords)
     norm = provider.layer_norm(rms_norm=rms_norm, has_residual=True)
     submodules = _replaced(submodules, {local_norm: norm})
     return ModuleSpec(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import overlap_torch
-from checks import Failures
+from checks import Failures, close
 from frameworks import SMALL_MODEL, needs
 from layers import ops_called
 from operands import rank_device
@@ -23,8 +25,12 @@ pytestmark = needs("transformers", ("5.23", "5.24"), "transformers")
 def config_of(family: str):
     from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
-    if family == "gpt_oss":  # experts with biases and a gate of their own
-        return GptOssConfig(**SMALL_MODEL, num_local_experts=4, num_experts_per_tok=2, head_dim=8)
+    if (
+        family == "gpt_oss"
+    ):  # experts with biases and a gate of their own, whose limit many of these models' numbers exceed
+        return GptOssConfig(
+            **SMALL_MODEL, num_local_experts=4, num_experts_per_tok=2, head_dim=8, swiglu_limit=0.1
+        )
     if family == "mixtral":
         return MixtralConfig(**SMALL_MODEL, num_local_experts=8, num_experts_per_tok=3)
     return Qwen3MoeConfig(
@@ -71,27 +77,76 @@ def results(family: str, implementation: str, shared_batch: bool) -> dict[str, t
 
 @pytest.mark.parametrize("shared_batch", [False, True], ids=["own_batch", "shared_batch"])
 @pytest.mark.parametrize(
-    ("family", "plain"), [("qwen3_moe", True), ("mixtral", True), ("gpt_oss", False)]
+    ("family", "known"),
+    [("qwen3_moe", True), ("mixtral", True), ("gpt_oss", True), ("gpt_oss", False)],
 )
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(4, "gloo")])
 def test_transformers_experts_are_transformers(
-    failures: Failures, family: str, shared_batch: bool, plain: bool
+    failures: Failures, family: str, shared_batch: bool, known: bool
 ) -> None:
-    """Plain experts are `moe`'s, others keep the forward that they have between its halves."""
+    """Known experts are `moe`'s, others keep the forward that they have between its halves."""
     own = results(family, "all_to_all", shared_batch)
+    experts = integration._experts()
     with (
         integration.register(),
-        mock.patch.object(integration._experts(), "moe", wraps=overlap_torch.moe) as moe,
+        mock.patch.object(experts, "GATES", experts.GATES if known else {}),
+        mock.patch.object(experts, "moe", wraps=overlap_torch.moe) as moe,
     ):
         ours: dict[str, torch.Tensor] = {}
         called = ops_called(lambda: ours.update(results(family, "overlap", shared_batch)))
     failures.equal(called - {"moe_combine"}, {"moe_dispatch"}, family)
-    failures.equal(moe.called, plain, family)
+    failures.equal(moe.called, known, family)
     failures.equal(own.keys(), ours.keys(), family, "other gradients")
     for name, right in own.items():
         bound = 1e-5 * right.abs().max().item() + 1e-9
         error = (ours[name] - right).abs().max().item()
         failures.expect(None if error <= bound else f"off by {error}, bound {bound}", name, family)
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
+def test_transformers_gates_are_transformers(failures: Failures) -> None:
+    """Every class whose gate `moe` knows, and a transposed one without: outputs and gradients of the class's own forward."""
+    experts = integration._experts()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("ep", "tp"))
+    sizes = {name: 16 for name in ("hidden_size", "intermediate_size", "moe_intermediate_size")}
+    config = SimpleNamespace(
+        **sizes,
+        num_local_experts=4,
+        moe_num_experts=4,
+        hidden_act="silu",
+        swiglu_limit=0.3,
+        swiglu_alpha=1.7,
+        _experts_implementation="eager",
+    )
+    for name in (*experts.GATES, "aria.modeling_aria.AriaExperts"):
+        module, _, kind = name.rpartition(".")
+        kind = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
+        torch.manual_seed(0)
+        whole, part = kind(config), kind(config)
+        for key, parameter in whole.named_parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+            own = parameter.detach().chunk(ranks)[rank].clone()
+            setattr(part, key, torch.nn.Parameter(own))
+        part.num_experts = 4 // ranks
+        torch.manual_seed(1 + rank)
+        x, shares = torch.randn(7 + rank, 16), torch.rand(7 + rank, 2)
+        ids = torch.rand(7 + rank, 4).topk(2).indices
+        found = []
+        ours = experts.OverlapEP(part, mesh["ep"], mesh["tp"])
+        for layer in (whole, ours):
+            operands = [each.clone().requires_grad_() for each in (x, shares)]
+            with mock.patch.object(experts, "moe", wraps=overlap_torch.moe) as moe:
+                output = layer(operands[0], ids, operands[1])
+            output.square().sum().backward()
+            failures.equal(moe.called, layer is ours, name)
+            found.append([output.detach(), *(each.grad for each in operands)])
+        for key, parameter in whole.named_parameters():
+            dist.all_reduce(parameter.grad)
+            found[0].append(parameter.grad.chunk(ranks)[rank])
+            found[1].append(getattr(part, key).grad)
+        for right, one in zip(*found, strict=True):
+            failures.expect(close(one, right), name)
 
 
 def test_transformers_experts_go_with_the_last_handle():

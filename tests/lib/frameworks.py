@@ -74,20 +74,24 @@ def check_training(
             failures.expect(close(mine[name].detach(), parameter.detach()), name, number)
 
 
+_megatron_sizes: dict[str, int] = {}
+
+
 @contextlib.contextmanager
-def megatron_groups(context: int = 1) -> Iterator[None]:
-    """Megatron's groups, ``context`` of the ranks for context parallelism, and random states. On CPU its sequence parallelism would make buffers on the current GPU, and its dropout has a state there."""
+def megatron_groups(context: int = 1, **sizes: int) -> Iterator[None]:
+    """Megatron's groups, ``context`` of the ranks for context parallelism, and random states; ``sizes`` are others of Megatron's
+    arguments. On CPU its sequence parallelism would make buffers on the current GPU, and its dropout has a state there."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    if (
-        parallel_state.model_parallel_is_initialized()
-        and parallel_state.get_context_parallel_world_size() != context
-    ):
+    ranks = dist.get_world_size() // context
+    wanted = {"tensor_model_parallel_size": ranks, "context_parallel_size": context, **sizes}
+    if parallel_state.model_parallel_is_initialized() and _megatron_sizes != wanted:
         parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
-        tensor = dist.get_world_size() // context
-        parallel_state.initialize_model_parallel(tensor, context_parallel_size=context)
+        parallel_state.initialize_model_parallel(**wanted)
+        _megatron_sizes.clear()
+        _megatron_sizes.update(wanted)
     if rank_device().type == "cuda":
         random.model_parallel_cuda_manual_seed(1)
         yield
