@@ -157,11 +157,12 @@ def gate_backward(grad, hidden, up, bias, shares, offs, *form):
     return both.reshape(hidden.shape).to(hidden.dtype), hidden.new_empty(0), value, dots
 
 
-def bias_gradient(of_hidden, of_up, bias, offs):
-    """[e, 2I]: the sums of each expert's rows."""
-    rows = of_hidden if of_up is None else torch.cat((of_hidden, of_up), 1)
+def sums_of_experts(rows, shares, offs):
+    """[R, N] to [e, N]: the sum of each expert's rows times their shares [R, 1] (None: 1)."""
     # Eight columns, as a grouped GEMM's rows begin at multiples of 16 bytes.
-    return _ops._moe_weight_gradient(rows, rows.new_ones(rows.shape[0], 8), offs)[:, :, 0]
+    ones = rows.new_ones(rows.shape[0], 8)
+    factors = ones if shares is None else ones * shares.to(rows.dtype)
+    return _ops._moe_weight_gradient(rows, factors, offs)[:, :, 0]
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -176,7 +177,10 @@ def _backward(ctx, grad):
     of_hidden, of_up, _, dots = compute(grad, *operands, *ctx.form)
     of_up = None if up is None else of_up
     needs_bias = bias is not None and ctx.needs_input_grad[2]
-    of_bias = bias_gradient(of_hidden, of_up, bias, offs) if needs_bias else None
+    of_bias = None
+    if needs_bias:
+        both = of_hidden if up is None else torch.cat((of_hidden, of_up), 1)
+        of_bias = sums_of_experts(both, None, offs)
     of_shares = None if shares is None else dots.to(shares.dtype)
     return of_hidden, of_up, of_bias, of_shares, *(None,) * 7
 

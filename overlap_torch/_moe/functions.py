@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from overlap_torch._layers.linear import as_under_autocast
-from overlap_torch._moe import experts, ops  # noqa: F401, registers operators
-from overlap_torch._moe.activation import NO_ACTIVATION, Gate
+from overlap_torch._moe import expert_op, ops  # noqa: F401, registers operators
+from overlap_torch._moe.activation import Gate
 from overlap_torch._ops.composition import accumulated
 from overlap_torch._ops.graphs import constant_in_graphs
 from overlap_torch._ops.group import Group, group_name, place_of, reaches
@@ -370,36 +370,19 @@ def moe(
     keep = torch.is_grad_enabled() and any(
         each is not None and each.requires_grad for each in (*operands, topk_weights)
     )
-    # The experts' backward sends the tokens' gradients home itself, unless there is something between tokens and rows.
-    direct = shares_on != "input" and down_bias is None
+    # The experts' backward sends the tokens' gradients home itself, unless shares come between tokens and rows.
+    direct = shares_on != "input"
     with torch.set_grad_enabled(torch.is_grad_enabled() and not direct):
         rows, route = _dispatched(x, topk_ids, experts, 1, way)
-    if shares_on == "input":
+    if not direct:
         wide = topk_weights.to(accumulated(x.dtype))
         rows = (rows * shares_of_rows(wide, route)).to(x.dtype)
-    if down_bias is not None:
-        return _biased(
-            rows, gate_up, gate_up_bias, down, down_bias, form, shares_on, topk_weights, route
-        )
-    shares, tokens, choices = _by_token(None if shares_on == "input" else topk_weights, route)
+    shares, tokens, choices = _by_token(topk_weights if direct else None, route)
     token_rows = x.reshape(tokens, x.shape[-1]) if direct else None
-    weights = (gate_up[0], up, gate_up_bias, down, shares)
+    weights = (gate_up[0], up, gate_up_bias, down, down_bias, shares)
     how = (shares_on == "hidden", tokens, choices, *route.routes, route.ranks_first, keep, name)
     output = _ops._moe_experts(token_rows, rows, *weights, route.offs, *form, *how)[0]
     return output.view(*route.shape[:-1], down.shape[1])
-
-
-def _biased(rows, gate_up, gate_up_bias, down, down_bias, form, shares_on, topk_weights, route):
-    """The experts' results with a bias, and their way home."""
-    offs = route.offs
-    parts = [_ops._moe_linear(rows, weight, offs) for weight in gate_up]
-    parts += [None] * (2 - len(parts))
-    wide = topk_weights.to(accumulated(rows.dtype))
-    shares = shares_of_rows(wide, route) if shares_on == "hidden" else None
-    hidden = _ops._moe_gate(*parts, gate_up_bias, shares, offs, *form)
-    results = _ops._moe_linear(hidden, down, offs)
-    results = _ops._moe_gate(results, None, down_bias, None, offs, *NO_ACTIVATION)
-    return moe_combine(results, route, topk_weights if shares_on == "output" else None)
 
 
 def shares_of_rows(weights: torch.Tensor, route: Route) -> torch.Tensor:

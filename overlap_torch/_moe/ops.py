@@ -48,7 +48,7 @@ for _schema in (
     "_moe_peer_spread(Tensor x, int choices, Tensor home, Tensor source, int stride, str group) -> Tensor",
     "_moe_peer_combine(Tensor results, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, int choices, "
     "bool ranks_first, str group) -> Tensor",
-    "_moe_peer_down(Tensor hidden, Tensor weight, Tensor offs, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, "
+    "_moe_peer_down(Tensor hidden, Tensor weight, Tensor? bias, Tensor offs, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, "
     "int choices, str group) -> Tensor",
 ):
     library.define(_schema)

@@ -133,21 +133,27 @@ def _hidden(rows, weight, up, bias, shares, offs, *form_and_keep):
 
 
 @define(
-    f"_moe_down(Tensor hidden, Tensor weight, Tensor offs, Tensor? topk_weights, SymInt tokens, int choices, {ROUTES}, "
+    f"_moe_down(Tensor hidden, Tensor weight, Tensor? bias, Tensor offs, Tensor? topk_weights, SymInt tokens, int choices, {ROUTES}, "
     "bool ranks_first, str group) -> Tensor"
 )
-def _down(hidden, weight, offs, topk_weights, tokens, choices, *how):
-    """`_moe_linear`, then `moe_combine`. It has no gradients.
+def _down(hidden, weight, bias, offs, topk_weights, tokens, choices, *how):
+    """`_moe_linear` with a bias [e, N], then `moe_combine`. It has no gradients.
 
     On Hopper, over peers, results travel back as the GEMM's tiles are finished, unless each rank sums its own results
     first.
     """
     *routes, ranks_first, group = how
-    stride = peer_stride(routes[4])
-    if stride is not None and not ranks_first and _ours_fit([hidden], [weight], [], offs):
+    stride, fits = peer_stride(routes[4]), _ours_fit([hidden], [weight], [bias], offs)
+    if stride is not None and not ranks_first and fits:
         form = (routes[0], routes[3], stride, tokens, choices, group)
-        return _ops._moe_peer_down(hidden, weight, offs, topk_weights, *form)
-    results = _linear(hidden, weight, offs)
+        return _ops._moe_peer_down(hidden, weight, bias, offs, topk_weights, *form)
+    if fits:
+        call = (hidden, weight, None, bias, None, offs)
+        results = _ops._moe_grouped(*call, *NO_ACTIVATION, False)[0]
+    else:
+        results = _linear(hidden, weight, offs)
+        if bias is not None:
+            results = _ops._moe_gate(results, None, bias, None, offs, *NO_ACTIVATION)
     return combine(results, topk_weights, tokens, choices, *routes, ranks_first, group)
 
 
@@ -159,7 +165,7 @@ def _fake_hidden(rows, weight, up, bias, shares, offs, *form_and_keep):
     return hidden, *(rows.new_empty(shape) for shape in shapes)
 
 
-def _fake_down(hidden, weight, offs, topk_weights, tokens, choices, *how):
+def _fake_down(hidden, weight, bias, offs, topk_weights, tokens, choices, *how):
     return hidden.new_empty((tokens, weight.shape[1]))
 
 

@@ -142,7 +142,7 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
     fixed = rows.detach()
     kept = fixed.new_ones(size, gate_up.shape[1]).requires_grad_()
     home = (x.shape[0], 2, *route, False, world_name())
-    experts_of = (x, rows, gate_up, None, None, down)
+    experts_of = (x, rows, gate_up, None, None, down, None)
     calls = [
         ("moe_dispatch", (x, ids, experts, 1, 0, 0, False, True, world_name())),
         ("moe_dispatch", (x, ids, experts, 1, 9, 64, False, True, world_name())),
@@ -154,7 +154,7 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
         ("_moe_hidden", (fixed, gate_up.detach(), None, None, None, offs, *silu, True)),
         ("_moe_hidden", (fixed, *[gate_up.detach()] * 2, None, None, offs, *silu, False)),
         ("_moe_gate", (kept, None, None, None, offs, *silu)),
-        ("_moe_down", (fixed, gate_up.detach(), offs, shares.detach(), *home)),
+        ("_moe_down", (fixed, gate_up.detach(), None, offs, shares.detach(), *home)),
         ("_moe_experts", (*experts_of, shares, offs, *silu, False, *home[:-1], True, home[-1])),
         ("_moe_experts", (*experts_of, None, offs, *silu, True, *home[:-1], False, home[-1])),
         ("_moe_weight_gradient", (rows, rows, offs)),
@@ -198,6 +198,8 @@ def test_moe_second_order(failures: Failures) -> None:
         ("hidden", False, 1),
         ("input", False, 0),
         ("hidden", False, 2),
+        ("output", False, 2),
+        ("input", False, 2),
     ]:
 
         def function(x, shares, gate_up, down, *given, place=place, pair=pair):

@@ -164,6 +164,12 @@ def check_products(failures: Failures) -> None:
             parts = [rows[a:b].double() for a, b in itertools.pairwise(ends)]
             right = [part @ one.double().t() for part, one in zip(parts, weight, strict=True)]
             failures.expect_equal(mine, torch.cat(right).to(dtype), dtype, inner, width, turned)
+            bias = draw(len(COUNTS), width, dtype=dtype)
+            call = (rows, weight, None, bias, None, offs, *activation.NO_ACTIVATION, False)
+            mine = _ops._moe_grouped(*call)[0][: ends[-1]]
+            added = bias.repeat_interleave(offs.diff(prepend=offs.new_zeros(1)), 0)
+            right = (torch.cat(right).to(dtype).float() + added.float()).to(dtype)
+            failures.expect_equal(mine, right, "bias", dtype, inner, width, turned)
         if width < 64:
             continue
         grad = draw(rows.shape[0], width, dtype=dtype)

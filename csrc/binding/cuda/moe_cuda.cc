@@ -364,8 +364,8 @@ std::tuple<Tensor, Tensor, Tensor> grouped(const Tensor& rows, const Tensor& wei
                          ? kept_up.data_ptr()
                          : static_cast<char*>(kept.data_ptr()) + gate.width * rows.element_size();
     }
-    if (added.defined()) set_bias(gate, added, gated, offs);
   }
+  if (added.defined()) set_bias(gate, added, gated, offs);
   Tensor output = at::empty({params.rows, gate.width}, rows.options());
   gate.output = output.data_ptr();
   C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(params, stream()));

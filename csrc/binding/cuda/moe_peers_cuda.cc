@@ -406,14 +406,19 @@ Tensor combine(const Tensor& results, const std::optional<Tensor>& shares, const
 
 #if defined(OVERLAP_WITH_SM90)
 // combine() of the experts' product of hidden [R, I] and weight [e, D, I], whose tiles store rows where their tokens are.
-Tensor down(const Tensor& hidden, const Tensor& weight, const Tensor& offs,
-            const std::optional<Tensor>& shares, const Tensor& home, const Tensor& source,
-            int64_t stride, int64_t tokens, int64_t choices, const std::string& group) {
+Tensor down(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
+            const Tensor& offs, const std::optional<Tensor>& shares, const Tensor& home,
+            const Tensor& source, int64_t stride, int64_t tokens, int64_t choices,
+            const std::string& group) {
   Exchange exchange(hidden, group);
   Tensor rows = at::empty({hidden.size(0), weight.size(1)}, hidden.options());
   const Tensor wide = wide_shares(shares, rows);
   CopyCall call = begin_combine(exchange, rows, stride, false);
   kernels::GroupedGemmParams params = grouped_params(hidden, weight, offs);
+  if (bias.has_value()) {
+    params.gate.gate_bias = bias->const_data_ptr();
+    params.gate.bias_stride = bias->size(1);
+  }
   params.gate.output = rows.data_ptr();
   params.home.source = source.const_data_ptr<int64_t>();
   params.home.stride = stride;

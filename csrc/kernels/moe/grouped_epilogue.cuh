@@ -65,17 +65,14 @@ struct Columns {
       }
     }
   }
+  // The expert's biases; the gate's alone where there is no up.
   template <class T>
-  __device__ void add_bias(const GateParams& gate, int expert, int64_t column) {
+  __device__ void add(const GateParams& gate, int expert, int64_t column) {
     if (gate.gate_bias == nullptr) return;
-    const int64_t row = expert * gate.bias_stride;
-    if (gate.interleaved) {
-      const int64_t at = row + 2 * column;
-      add<T>(part_at<T>(gate.gate_bias, at), part_at<T>(gate.gate_bias, at + 8), true);
-    } else {
-      const int64_t at = row + column;
-      add<T>(part_at<T>(gate.gate_bias, at), part_at<T>(gate.up_bias, at), false);
-    }
+    const int64_t at = expert * gate.bias_stride + (gate.interleaved ? 2 : 1) * column;
+    const void* const up = gate.up_bias == nullptr ? gate.gate_bias : gate.up_bias;
+    add<T>(part_at<T>(gate.gate_bias, at), part_at<T>(up, gate.interleaved ? at + 8 : at),
+           gate.interleaved);
   }
 };
 
@@ -92,7 +89,7 @@ class Epilogue {
     const int64_t column = int64_t{rows.tile} * kColumns + part * 8;
     const bool inside = column < params_.gate.width;
     Columns bias;
-    if (kGated && inside) bias.template add_bias<T>(params_.gate, rows.expert, column);
+    if (inside) bias.template add<T>(params_.gate, rows.expert, column);
     const Places own = lane_ < rows.count ? places(rows) : Places{};
 #pragma unroll 1
     for (int first = 0; first < rows.count; first += kRows) {
@@ -101,7 +98,14 @@ class Epilogue {
       char* const home = from_lane(own.home, row);
       if (row >= rows.count || !inside) continue;
       Part<T> value = staged(row, part);
-      if constexpr (kGated) value = gate(row, part, rows.first + row, column, bias);
+      if constexpr (kGated) {
+        value = gate(row, part, rows.first + row, column, bias);
+      } else if (kForm == GroupedForm::kRows && params_.gate.gate_bias != nullptr) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          round_to(to_float(value.element[e]) + bias.gate[e], value.element[e]);
+        }
+      }
       if (home != nullptr) part_at<T>(home, column) = value;
       if (here != nullptr) part_at<T>(here, column) = value;
     }

@@ -36,7 +36,7 @@ struct GroupedGemmParams {
   bool turned = false;
   int64_t n = 0;  // a multiple of 8
   // Element (16 bits), offs, experts, and output: [rows, width], which may be null if all rows go home; or [experts, n, width].
-  // kGate: form, interleaved, biases and shares. `gate_grad` and `up_grad` of grad_stride, if not null: gate and up, without their
+  // kRows: a bias of the gate, which is added to rounded sums. kGate: form, interleaved, biases and shares. `gate_grad` and `up_grad` of grad_stride, if not null: gate and up, without their
   // biases.
   GateParams gate;
   HomeParams home;  // kRows

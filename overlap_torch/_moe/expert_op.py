@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from overlap_torch._moe.activation import FORM, bias_gradient, gate_backward
+from overlap_torch._moe.activation import FORM, gate_backward, sums_of_experts
 from overlap_torch._moe.ops import ROUTES, complete, define, row_shares, share_gradients
 from overlap_torch._moe.products import flops_hidden
 
@@ -13,10 +13,10 @@ _ops = torch.ops.overlap
 
 
 @define(
-    "_moe_experts(Tensor? x, Tensor rows, Tensor gate_up, Tensor? up, Tensor? bias, Tensor down, Tensor? topk_weights, Tensor offs, "
-    f"{FORM}, bool early, SymInt tokens, int choices, {ROUTES}, bool ranks_first, bool keep, str group) -> (Tensor, Tensor, Tensor)"
+    "_moe_experts(Tensor? x, Tensor rows, Tensor gate_up, Tensor? up, Tensor? bias, Tensor down, Tensor? down_bias, "
+    f"Tensor? topk_weights, Tensor offs, {FORM}, bool early, SymInt tokens, int choices, {ROUTES}, bool ranks_first, bool keep, str group) -> (Tensor, Tensor, Tensor)"
 )
-def _experts(x, rows, gate_up, up, bias, down, topk_weights, offs, *how):
+def _experts(x, rows, gate_up, up, bias, down, down_bias, topk_weights, offs, *how):
     """`_moe_hidden`, then `_moe_down`; and what backward takes, if it is kept.
 
     The shares multiply before down if they are `early`, else after it. `x` [T, H]: the tokens that became the rows; it gets
@@ -29,10 +29,10 @@ def _experts(x, rows, gate_up, up, bias, down, topk_weights, offs, *how):
     hidden, *parts = _ops._moe_hidden(rows, gate_up, up, bias, shares, offs, *form, keep)
     late = None if early else topk_weights
     how = (late, tokens, choices, *routes, ranks_first, group)
-    return _ops._moe_down(hidden, down, offs, *how), *parts
+    return _ops._moe_down(hidden, down, down_bias, offs, *how), *parts
 
 
-def _fake_experts(x, rows, gate_up, up, bias, down, topk_weights, offs, *how):
+def _fake_experts(x, rows, gate_up, up, bias, down, down_bias, topk_weights, offs, *how):
     tokens, keep = how[7], how[-2]
     kept = (rows.shape[0], gate_up.shape[1])
     shapes = [kept if keep else 0, kept if keep and up is not None else 0]
@@ -40,8 +40,8 @@ def _fake_experts(x, rows, gate_up, up, bias, down, topk_weights, offs, *how):
 
 
 def _keep(ctx, inputs, output) -> None:
-    operands, how = inputs[:8], inputs[8:]
-    *ctx.form, _, ctx.tokens, ctx.choices = how[:9]
+    operands, how = inputs[:9], inputs[9:]
+    *ctx.form, ctx.early, ctx.tokens, ctx.choices = how[:9]
     *routes, ctx.ranks_first, _, ctx.group = how[9:]
     ctx.save_for_backward(*operands, *output[1:], *routes)
     ctx.set_materialize_grads(False)
@@ -50,11 +50,10 @@ def _keep(ctx, inputs, output) -> None:
 def _backward(ctx, grad, *_):
     if grad is None:
         return (None,) * len(ctx.needs_input_grad)
-    x, rows, gate_up, up, bias, down, weights, offs, *parts = ctx.saved_tensors[:10]
-    routes = ctx.saved_tensors[10:]
-    needs_x, needs_rows, needs_gate, needs_up, needs_bias, needs_down, needs_shares = (
-        ctx.needs_input_grad[:7]
-    )
+    x, rows, gate_up, up, bias, down, down_bias, weights, offs, *parts = ctx.saved_tensors[:11]
+    routes = ctx.saved_tensors[11:]
+    needs_x, needs_rows, needs_gate, needs_up, needs_bias, *needs = ctx.needs_input_grad[:8]
+    needs_down, needs_down_bias, needs_shares = needs
     given = _ops._moe_spread(grad, ctx.choices, *routes, ctx.ranks_first, ctx.group)
     shares = None if weights is None else row_shares(weights, routes, ctx.group, rows)
     compute = _ops._moe_gate_backward
@@ -66,13 +65,20 @@ def _backward(ctx, grad, *_):
     product = _ops._moe_linear(given, down.transpose(1, 2), offs)
     operands = (parts[0], None if up is None else parts[1], bias, shares, offs)
     of_hidden, of_up, active, dots = compute(product, *operands, *ctx.form)
+    late = None if ctx.early else shares
+    if down_bias is not None and late is not None:
+        # Eight times the bias, as the columns of a weight are multiples of eight.
+        wide = down_bias[:, None, :].expand(-1, 8, -1).contiguous()
+        dots = dots + _ops._moe_linear(given, wide, offs)[:, :1].to(dots.dtype)
     pairs = [(of_hidden, gate_up)] if up is None else [(of_hidden, gate_up), (of_up, up)]
     of_x = of_rows = None
+    both = of_hidden if up is None else torch.cat((of_hidden, of_up), 1) if needs_bias else None
     how = (None, ctx.tokens, ctx.choices, *routes, ctx.ranks_first, ctx.group)
     if needs_x and len(pairs) == 1 and not torch.is_grad_enabled():
-        of_x = _ops._moe_down(of_hidden, gate_up.transpose(1, 2), offs, *how)
+        of_x = _ops._moe_down(of_hidden, gate_up.transpose(1, 2), None, offs, *how)
     elif needs_x or needs_rows:
-        of_rows = sum(_ops._moe_linear(part, w.transpose(1, 2), offs) for part, w in pairs)
+        terms = [_ops._moe_linear(part, w.transpose(1, 2), offs) for part, w in pairs]
+        of_rows = terms[0] if up is None else terms[0] + terms[1]
         if needs_x:
             of_x, of_rows = _ops.moe_combine(of_rows, *how), None
     return (
@@ -80,10 +86,11 @@ def _backward(ctx, grad, *_):
         of_rows,
         _ops._moe_weight_gradient(of_hidden, rows, offs) if needs_gate else None,
         _ops._moe_weight_gradient(of_up, rows, offs) if needs_up else None,
-        bias_gradient(of_hidden, None if up is None else of_up, bias, offs) if needs_bias else None,
+        sums_of_experts(both, None, offs) if needs_bias else None,
         _ops._moe_weight_gradient(given, active, offs) if needs_down else None,
+        sums_of_experts(given, late, offs) if needs_down_bias else None,
         share_gradients(dots, weights, routes, ctx.group) if needs_shares else None,
-        *(None,) * (len(ctx.needs_input_grad) - 7),
+        *(None,) * (len(ctx.needs_input_grad) - 8),
     )
 
 
