@@ -1,4 +1,4 @@
-"""A rank's experts with the way home of their results: one operator, whose backward keeps no results and no activations."""
+"""A rank's experts with the way home of their results: one operator, whose backward needs no results and no activations."""
 
 from __future__ import annotations
 
@@ -10,40 +10,45 @@ from overlap_torch._moe.ops import ROUTES, complete, define, row_shares, share_g
 from overlap_torch._moe.products import flops_hidden
 
 _ops = torch.ops.overlap
+_SAVE_PRODUCTS = ("rows", "gate_up")
 
 
 @define(
     "_moe_experts(Tensor? x, Tensor rows, Tensor gate_up, Tensor? up, Tensor? bias, Tensor down, Tensor? down_bias, "
-    f"Tensor? topk_weights, Tensor offs, {FORM}, bool early, SymInt tokens, int choices, {ROUTES}, bool ranks_first, bool keep, str group) -> (Tensor, Tensor, Tensor)"
+    f"Tensor? topk_weights, Tensor offs, {FORM}, bool early, SymInt tokens, int choices, {ROUTES}, bool ranks_first, str save, str group) -> (Tensor, Tensor, Tensor)"
 )
 def _experts(x, rows, gate_up, up, bias, down, down_bias, topk_weights, offs, *how):
-    """`_moe_hidden`, then `_moe_down`; and what backward takes, if it is kept.
+    """`_moe_hidden`, then `_moe_down`; and the products before the gate, if they are saved.
 
     The shares multiply before down if they are `early`, else after it. `x` [T, H]: the tokens that became the rows; it gets
-    the rows' gradients, summed. Without it the rows get them.
+    the rows' gradients, summed. Without it the rows get them. ``save`` is what `moe` saves, or empty: there is no backward.
     """
     *form, early, tokens, choices = how[:9]
-    *routes, ranks_first, keep, group = how[9:]
+    *routes, ranks_first, save, group = how[9:]
     weighs = early and topk_weights is not None
     shares = row_shares(topk_weights, routes, group, rows) if weighs else None
-    hidden, *parts = _ops._moe_hidden(rows, gate_up, up, bias, shares, offs, *form, keep)
+    hidden, *parts = _ops._moe_hidden(
+        rows, gate_up, up, bias, shares, offs, *form, save in _SAVE_PRODUCTS
+    )
     late = None if early else topk_weights
     how = (late, tokens, choices, *routes, ranks_first, group)
     return _ops._moe_down(hidden, down, down_bias, offs, *how), *parts
 
 
 def _fake_experts(x, rows, gate_up, up, bias, down, down_bias, topk_weights, offs, *how):
-    tokens, keep = how[7], how[-2]
+    tokens, keep = how[7], how[-2] in _SAVE_PRODUCTS
     kept = (rows.shape[0], gate_up.shape[1])
     shapes = [kept if keep else 0, kept if keep and up is not None else 0]
     return rows.new_empty((tokens, down.shape[1])), *(rows.new_empty(each) for each in shapes)
 
 
 def _keep(ctx, inputs, output) -> None:
-    operands, how = inputs[:9], inputs[9:]
+    (x, rows, *operands), how = inputs[:9], inputs[9:]
     *ctx.form, ctx.early, ctx.tokens, ctx.choices = how[:9]
-    *routes, ctx.ranks_first, _, ctx.group = how[9:]
-    ctx.save_for_backward(*operands, *output[1:], *routes)
+    *routes, ctx.ranks_first, save, ctx.group = how[9:]
+    rows = rows if save == "rows" else None
+    parts = output[1:] if save in _SAVE_PRODUCTS else (None, None)
+    ctx.save_for_backward(x, rows, *operands, *parts, *routes)
     ctx.set_materialize_grads(False)
 
 
@@ -55,13 +60,15 @@ def _backward(ctx, grad, *_):
     needs_x, needs_rows, needs_gate, needs_up, needs_bias, *needs = ctx.needs_input_grad[:8]
     needs_down, needs_down_bias, needs_shares = needs
     given = _ops._moe_spread(grad, ctx.choices, *routes, ctx.ranks_first, ctx.group)
-    shares = None if weights is None else row_shares(weights, routes, ctx.group, rows)
+    shares = None if weights is None else row_shares(weights, routes, ctx.group, given)
     compute = _ops._moe_gate_backward
-    if torch.is_grad_enabled():  # a second derivative: of operators that have one
-        if x is not None:
-            rows = _ops._moe_spread(x, ctx.choices, *routes, ctx.ranks_first, ctx.group)
-        parts = [None if w is None else _ops._moe_linear(rows, w, offs) for w in (gate_up, up)]
+    again = torch.is_grad_enabled()  # a second derivative: of operators that have one
+    if again:
         compute = gate_backward
+    if rows is None or (again and x is not None):
+        rows = _ops._moe_spread(x, ctx.choices, *routes, ctx.ranks_first, ctx.group)
+    if parts[0] is None or again:
+        parts = [None if w is None else _ops._moe_linear(rows, w, offs) for w in (gate_up, up)]
     product = _ops._moe_linear(given, down.transpose(1, 2), offs)
     operands = (parts[0], None if up is None else parts[1], bias, shares, offs)
     of_hidden, of_up, active, dots = compute(product, *operands, *ctx.form)
@@ -74,7 +81,7 @@ def _backward(ctx, grad, *_):
     of_x = of_rows = None
     both = of_hidden if up is None else torch.cat((of_hidden, of_up), 1) if needs_bias else None
     how = (None, ctx.tokens, ctx.choices, *routes, ctx.ranks_first, ctx.group)
-    if needs_x and len(pairs) == 1 and not torch.is_grad_enabled():
+    if needs_x and up is None and not again:
         of_x = _ops._moe_down(of_hidden, gate_up.transpose(1, 2), None, offs, *how)
     elif needs_x or needs_rows:
         terms = [_ops._moe_linear(part, w.transpose(1, 2), offs) for part, w in pairs]

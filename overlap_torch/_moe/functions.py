@@ -306,6 +306,7 @@ def moe(
     activation: str | Gate = "silu",
     interleaved: bool = False,
     shares_on: str = "output",
+    save: str = "rows",
     sum_order: str = "choices",
     max_tokens: int | None = None,
     max_rows: int | None = None,
@@ -338,6 +339,9 @@ def moe(
         activation: a name or a :class:`Gate`.
         interleaved: whether rows of gate and up alternate in ``gate_up``, which is then one tensor or a list.
         shares_on: where the shares multiply: ``"output"``, ``"hidden"`` (before down) or ``"input"``.
+        save: what stays in memory for backward besides the tokens. ``"rows"``: the experts' rows [R, H], and the products with
+            gate_up. ``"gate_up"``: the products; backward dispatches the tokens again. ``"nothing"``: backward also
+            computes the products again. With ``shares_on="input"`` only ``"rows"``.
         sum_order, max_tokens, max_rows, transport: as :func:`moe_dispatch`.
 
     Returns:
@@ -354,6 +358,11 @@ def moe(
     gate = Gate(activation) if isinstance(activation, str) else activation
     if shares_on not in ("output", "hidden", "input"):
         raise ValueError(f'shares_on is "output", "hidden" or "input", but got {shares_on!r}')
+    if save not in ("rows", "gate_up", "nothing") or (save != "rows" and shares_on == "input"):
+        raise ValueError(
+            'save is "rows", "gate_up" or "nothing", and only "rows" with shares_on="input", but got '
+            f"{save!r} with shares_on={shares_on!r}"
+        )
     gate_up, (down,) = _one_weight("gate_up", gate_up, gate.gated), _one_weight("down", down, False)
     if interleaved and len(gate_up) == 2:
         raise ValueError("interleaved= is for one gate_up, but got a pair (gate, up)")
@@ -367,7 +376,7 @@ def moe(
 
     way = _way(x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
     form, up = gate.form(interleaved), gate_up[1] if len(gate_up) == 2 else None
-    keep = torch.is_grad_enabled() and any(
+    has_backward = torch.is_grad_enabled() and any(
         each is not None and each.requires_grad for each in (*operands, topk_weights)
     )
     # The experts' backward sends the tokens' gradients home itself, unless shares come between tokens and rows.
@@ -380,7 +389,8 @@ def moe(
     shares, tokens, choices = _by_token(topk_weights if direct else None, route)
     token_rows = x.reshape(tokens, x.shape[-1]) if direct else None
     weights = (gate_up[0], up, gate_up_bias, down, down_bias, shares)
-    how = (shares_on == "hidden", tokens, choices, *route.routes, route.ranks_first, keep, name)
+    how = (shares_on == "hidden", tokens, choices, *route.routes, route.ranks_first)
+    how += (save if has_backward else "", name)
     output = _ops._moe_experts(token_rows, rows, *weights, route.offs, *form, *how)[0]
     return output.view(*route.shape[:-1], down.shape[1])
 

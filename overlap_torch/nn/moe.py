@@ -32,7 +32,7 @@ class MoE(torch.nn.Module):
     Args:
         hidden_size, intermediate_size, num_experts: H, I and the number E of all ranks' experts.
         bias: whether the experts have biases.
-        activation, interleaved, shares_on, sum_order, max_tokens, max_rows, transport: as :func:`overlap_torch.moe`.
+        activation, interleaved, shares_on, save, sum_order, max_tokens, max_rows, transport: as :func:`overlap_torch.moe`.
         router: a module or function of x [..., H] that returns (topk_ids, topk_weights), both [..., K]. None: ``forward``
             takes them.
         shared: a module or function of x, whose result is added, such as experts that serve every token.
@@ -53,6 +53,7 @@ class MoE(torch.nn.Module):
         activation: str | Gate = "silu",
         interleaved: bool = False,
         shares_on: str = "output",
+        save: str = "rows",
         sum_order: str = "choices",
         max_tokens: int | None = None,
         max_rows: int | None = None,
@@ -72,7 +73,7 @@ class MoE(torch.nn.Module):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts = num_experts
         self.activation = Gate(activation) if isinstance(activation, str) else activation
-        self.interleaved, self.shares_on = interleaved, shares_on
+        self.interleaved, self.shares_on, self.save = interleaved, shares_on, save
         self.sum_order, self.transport = sum_order, transport
         self.max_tokens, self.max_rows = max_tokens, max_rows
         self.router, self.shared = router, shared
@@ -174,6 +175,7 @@ class MoE(torch.nn.Module):
             activation=self.activation,
             interleaved=self.interleaved,
             shares_on=self.shares_on,
+            save=self.save,
             sum_order=self.sum_order,
             max_tokens=self.max_tokens,
             max_rows=self.max_rows,

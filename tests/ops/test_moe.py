@@ -29,6 +29,7 @@ class Case:
     ids: str = "random"
     ids_dtype: torch.dtype = torch.int64
     shares_on: str = "output"
+    save: str = "rows"
     form: str = "one"  # of gate_up: one, pair, list, interleaved, strided, no gate
     bias: bool = False
     leading: bool = False  # x is [1, T, H]
@@ -60,13 +61,21 @@ OPTIONS = [
     Case(form="pair", bias=True, shares_on="hidden", leading=True),
     Case(form="list", bias=True, shares_on="input"),
     Case(form="interleaved", bias=True, ids="dropped"),
-    Case(form="strided", experts=(1, 3, 0, 2)),
-    Case(form="no gate", bias=True, shares_on="hidden", ids="dropped", sum_order="ranks"),
+    Case(form="strided", experts=(1, 3, 0, 2), save="gate_up"),
+    Case(
+        form="no gate",
+        bias=True,
+        shares_on="hidden",
+        ids="dropped",
+        sum_order="ranks",
+        save="nothing",
+    ),
     Case(experts=(3, 0, 4, 2), choices=4, ids="dropped", sum_order="ranks"),
     Case(experts=1, choices=4, ids="every expert", sum_order="ranks"),
     Case(limited=True, bias=True, shares_on="input"),
     Case(experts=(3, 0, 4, 2), choices=4, ids="dropped", limited=True, sum_order="ranks"),
-    Case(ids="last rank", tokens=(3, 4, 0, 2), limited=True, shares_on="hidden"),
+    Case(ids="last rank", tokens=(3, 4, 0, 2), limited=True, shares_on="hidden", save="gate_up"),
+    Case(form="pair", bias=True, limited=True, save="nothing"),
 ]
 
 
@@ -204,6 +213,7 @@ def call(
         down_bias=own.get("down_bias"),
         activation=Gate("relu", gated=case.form != "no gate"),
         shares_on=case.shares_on,
+        save=case.save,
         sum_order=case.sum_order,
         transport=transport,
         **keywords,

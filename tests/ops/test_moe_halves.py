@@ -155,8 +155,8 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
         ("_moe_hidden", (fixed, *[gate_up.detach()] * 2, None, None, offs, *silu, False)),
         ("_moe_gate", (kept, None, None, None, offs, *silu)),
         ("_moe_down", (fixed, gate_up.detach(), None, offs, shares.detach(), *home)),
-        ("_moe_experts", (*experts_of, shares, offs, *silu, False, *home[:-1], True, home[-1])),
-        ("_moe_experts", (*experts_of, None, offs, *silu, True, *home[:-1], False, home[-1])),
+        ("_moe_experts", (*experts_of, shares, offs, *silu, False, *home[:-1], "rows", home[-1])),
+        ("_moe_experts", (*experts_of, None, offs, *silu, True, *home[:-1], "nothing", home[-1])),
         ("_moe_weight_gradient", (rows, rows, offs)),
     ]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -192,20 +192,20 @@ def test_moe_second_order(failures: Failures) -> None:
     ]
     ids = torch.tensor([[0, 1], [-1, 1], [1, 1]], device=rank_device())
 
-    for place, pair, biases in [
-        ("output", False, 0),
-        ("output", True, 1),
-        ("hidden", False, 1),
-        ("input", False, 0),
-        ("hidden", False, 2),
-        ("output", False, 2),
-        ("input", False, 2),
+    for place, pair, biases, save in [
+        ("output", False, 0, "rows"),
+        ("output", True, 1, "gate_up"),
+        ("hidden", False, 1, "nothing"),
+        ("input", False, 0, "rows"),
+        ("hidden", False, 2, "rows"),
+        ("output", False, 2, "nothing"),
+        ("input", False, 2, "rows"),
     ]:
 
-        def function(x, shares, gate_up, down, *given, place=place, pair=pair):
+        def function(x, shares, gate_up, down, *given, place=place, pair=pair, save=save):
             gate_up = [part.contiguous() for part in gate_up.chunk(2, 1)] if pair else gate_up
             named = dict(zip(("gate_up_bias", "down_bias"), given, strict=False))
-            how = {"shares_on": place, "group": single_rank_group(), **named}
+            how = {"shares_on": place, "save": save, "group": single_rank_group(), **named}
             return overlap_torch.moe(x, ids, shares, gate_up, down, **how)
 
         given = [each.clone().requires_grad_() for each in inputs[: 4 + biases]]
@@ -226,6 +226,8 @@ WRONG = [
     (ValueError, "takes gate_up of shape (9", {"num_experts": [9]}),
     (ValueError, "an activation is one of", {"activation": "swish"}),
     (ValueError, "shares_on is", {"shares_on": "results"}),
+    (ValueError, 'save is "rows"', {"save": "all"}),
+    (ValueError, 'only "rows" with', {"save": "nothing", "shares_on": "input"}),
     (ValueError, "sum_order is", {"sum_order": "any"}),
     (ValueError, "transport is None", {"transport": "gloo"}),
     (ValueError, "are given together", {"max_rows": 8}),
@@ -267,6 +269,25 @@ def test_moe_errors_come_before_anything_is_sent(failures: Failures) -> None:
     if rows.shape[0] > 0:
         failures.holds(f"R = {rows.shape[0]} rows", message)
     failures.expect(None if overlap_torch.moe(*operands(False)).isfinite().all() else "not finite")
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_moe_backward_keeps_what_save_says(failures: Failures) -> None:
+    """Numbers of floats that autograd saves, besides operands and routes: R rows of H = 8 and products of 2I = 32."""
+    given = operands(True)
+    ids, held = given[1], {tensor.data_ptr() for tensor in given}
+    rows = overlap_torch.moe_dispatch(given[0].detach(), ids, num_experts=4)[0].shape[0]
+    for save, expected in (("rows", 40 * rows), ("gate_up", 32 * rows), ("nothing", 0)):
+        saved: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, saved=saved) -> torch.Tensor:
+            if tensor.is_floating_point() and tensor.data_ptr() not in held:
+                saved[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            overlap_torch.moe(*given, save=save)
+        failures.equal(sum(saved.values()), expected, save)
 
 
 @pytest.mark.ranks((2, "gloo"))
