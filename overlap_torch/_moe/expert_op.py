@@ -55,8 +55,9 @@ def _keep(ctx, inputs, output) -> None:
 def _backward(ctx, grad, *_):
     if grad is None:
         return (None,) * len(ctx.needs_input_grad)
-    x, rows, gate_up, up, bias, down, down_bias, weights, offs, *parts = ctx.saved_tensors[:11]
-    routes = ctx.saved_tensors[11:]
+    saved = ctx.saved_tensors  # checkpoints let it be read once
+    x, rows, gate_up, up, bias, down, down_bias, weights, offs, *parts = saved[:11]
+    routes = saved[11:]
     needs_x, needs_rows, needs_gate, needs_up, needs_bias, *needs = ctx.needs_input_grad[:8]
     needs_down, needs_down_bias, needs_shares = needs
     given = _ops._moe_spread(grad, ctx.choices, *routes, ctx.ranks_first, ctx.group)

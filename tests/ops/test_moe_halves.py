@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import overlap_torch
@@ -344,6 +347,34 @@ def test_moe_layer_is_the_whole_layer(failures: Failures, experts: int) -> None:
         failures.near(found[name], right, name, rtol=1e-12, atol=1e-12)
     zero = torch.zeros(1)
     failures.raises("x only with one", again, everybody[rank].to(device), zero, zero)
+
+
+@pytest.mark.ranks((4, "gloo"))
+def test_moe_layer_under_fsdp_and_checkpointing(failures: Failures) -> None:
+    """Two by two ranks: gradients summed over two steps are those of the plain layer, averaged over data parallel ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    rank = dist.get_rank()
+
+    def router(x):
+        shares, ids = x[..., :4].softmax(-1).topk(2)
+        return ids, shares
+
+    made = {"router": router, "group": mesh["ep"], "dtype": torch.float64}
+    plain, cut = (overlap_torch.nn.MoE(8, 16, 4, **made) for _ in range(2))
+    cut.load_state_dict(plain.state_dict())
+    fully_shard(cut, mesh=mesh["dp"])
+    drawn = torch.randn(
+        4, 2, 5, 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64
+    )
+    for reentrant, x in zip((False, True), drawn, strict=False):
+        for layer in (plain, lambda x, r=reentrant: checkpoint(cut, x, use_reentrant=r)):
+            layer(x.clone().requires_grad_()).square().sum().backward()
+    own = slice(rank % 2 * 2, rank % 2 * 2 + 2)
+    for name, parameter in plain.named_parameters():
+        right = parameter.grad.to_local()
+        dist.all_reduce(right, group=mesh["dp"].get_group())
+        found = getattr(cut, name).grad.full_tensor()[own]
+        failures.near(found, right / 2, name, rtol=1e-12, atol=1e-12)
 
 
 def single_rank_group() -> dist.ProcessGroup:
