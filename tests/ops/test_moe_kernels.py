@@ -174,12 +174,14 @@ def check_products(failures: Failures) -> None:
             continue
         grad = draw(rows.shape[0], width, dtype=dtype)
         grad[ends[3] : ends[4]] = float("nan")  # of one expert
-        poison(rows.device, 1 << 16)
-        mine = _ops._moe_weight_gradient(grad, rows, offs)
-        parts = [grad[a:b].double().t() @ rows[a:b].double() for a, b in itertools.pairwise(ends)]
-        right = torch.stack(parts).to(dtype)
-        failures.equal(right[3].isnan().all().item(), True)
-        failures.expect_equal(mine.nan_to_num(-7), right.nan_to_num(-7), "weights", dtype, inner)
+        for others in (rows, rows[:, :8].contiguous()):
+            poison(rows.device, 1 << 16)
+            mine = _ops._moe_grouped_weights(grad, others, offs)
+            spans = [slice(*span) for span in itertools.pairwise(ends)]
+            parts = [grad[span].double().t() @ others[span].double() for span in spans]
+            right = torch.stack(parts).to(dtype)
+            failures.equal(right[3].isnan().all().item(), True)
+            failures.expect_equal(mine.nan_to_num(-7), right.nan_to_num(-7), "weights", dtype)
 
 
 def check_experts(failures: Failures) -> None:
