@@ -6,111 +6,87 @@
 #include <cstring>
 #include <deque>
 
-#include "driver.h"
 #include "record.h"
 
+using recorder::at;
 using recorder::cat;
+using recorder::driver;
 using recorder::record;
 
 struct ncclComm {
-  explicit ncclComm(std::string own_name) : name(std::move(own_name)) {}
   std::string name;
   bool aborted = false;
 };
 
 namespace {
 
-struct Format {
-  const char* name;
-  int64_t bytes;
-};
+constexpr double kLatencyUs = 9.0;
+constexpr double kLinkGbps = 260.0;
 
-Format format_of(ncclDataType_t type) {
-  switch (type) {
-    case ncclBfloat16:
-      return {"bfloat16", 2};
-    case ncclFloat16:
-      return {"float16", 2};
-    case ncclFloat32:
-      return {"float32", 4};
-    case ncclFloat64:
-      return {"float64", 8};
-    case ncclInt8:
-      return {"bytes", 1};
-    default:
-      record().violation(cat("NCCL's type ", static_cast<int>(type)));
-      return {"?", 1};
+// All cases are of bfloat16; the set-up of a group brings float32 and bytes, too.
+int64_t bytes_of(size_t count, ncclDataType_t type) {
+  const bool wide = type == ncclFloat32, narrow = type == ncclInt8;
+  if (!wide && !narrow && type != ncclBfloat16) {
+    record().violation(cat("NCCL's type ", static_cast<int>(type)));
   }
+  return static_cast<int64_t>(count) * (wide ? 4 : narrow ? 1 : 2);
 }
 
 // One collective: `sent` and `received` elements on each rank.
 ncclResult_t collective(const char* kind, const void* source, void* destination, size_t sent,
                         size_t received, ncclDataType_t type, ncclComm_t comm,
                         cudaStream_t stream) {
-  if (!record().on) return ncclSuccess;
   if (comm->aborted) record().violation(cat(kind, " on an aborted communicator"));
-  const Format format = format_of(type);
-  const auto source_bytes = static_cast<int64_t>(sent) * format.bytes;
-  const auto destination_bytes = static_cast<int64_t>(received) * format.bytes;
-  const int64_t most = std::max(source_bytes, destination_bytes);
-  record().now_us +=
-      record().link_latency_us + static_cast<double>(most) / (record().link_gbps * 1e3);
-  record().operation(stream, cat(kind, " ", comm->name, " ", record().at(source, source_bytes),
-                                 " -> ", record().at(destination, destination_bytes), ", ",
-                                 std::min(sent, received), " ", format.name));
+  const int64_t from = bytes_of(sent, type);
+  const int64_t to = bytes_of(received, type);
+  record().now_us += kLatencyUs + static_cast<double>(std::max(from, to)) / (kLinkGbps * 1e3);
+  record().operation(stream, cat(kind, " ", comm->name, " ", at(source, from), " -> ",
+                                 at(destination, to), ", ", std::min(from, to), " bytes"));
   return ncclSuccess;
 }
 
-struct Message {
-  const char* verb;
-  std::string place;
-  size_t bytes;
-  int peer;
+struct Messages {
+  std::string text;
+  ncclComm_t comm = nullptr;
+  cudaStream_t stream = nullptr;
 };
-std::vector<Message> messages;
-ncclComm_t messages_comm = nullptr;
-cudaStream_t messages_stream = nullptr;
 bool grouped = false;
+Messages messages;  // of the group
 
 ncclResult_t message(const char* verb, const void* data, size_t count, ncclDataType_t type,
                      int peer, ncclComm_t comm, cudaStream_t stream) {
-  if (!record().on) return ncclSuccess;
   if (!grouped) record().violation(cat(verb, " outside of a group"));
-  if (!messages.empty() && (comm != messages_comm || stream != messages_stream)) {
+  if (!messages.text.empty() && (comm != messages.comm || stream != messages.stream)) {
     record().violation(cat(verb, " beside messages of another communicator or stream"));
   }
-  messages_comm = comm;
-  messages_stream = stream;
-  const size_t bytes = count * static_cast<size_t>(format_of(type).bytes);
-  messages.push_back({verb, record().at(data, static_cast<int64_t>(bytes)), bytes, peer});
+  messages.comm = comm;
+  messages.stream = stream;
+  const int64_t bytes = bytes_of(count, type);
+  messages.text += cat("; ", verb, " ", peer, " ", bytes, " bytes, ", at(data, bytes));
   return ncclSuccess;
 }
 
 }  // namespace
 
-ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
-  std::memset(id, 0, sizeof(*id));
-  return ncclSuccess;
-}
+// A function that succeeds, and what it does.
+#define FAKE(function, parameters, ...) \
+  ncclResult_t function parameters {    \
+    __VA_ARGS__;                        \
+    return ncclSuccess;                 \
+  }
 
-ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId, int rank,
-                                    ncclConfig_t* config) {
+FAKE(ncclGetUniqueId, (ncclUniqueId * id), std::memset(id, 0, sizeof(*id)))
+FAKE(ncclGetVersion, (int* version), *version = NCCL_VERSION_CODE)
+FAKE(ncclMemFree, (void*), record().free())
+FAKE(ncclCommWindowDeregister, (ncclComm_t, ncclWindow_t))
+FAKE(ncclCommAbort, (ncclComm_t comm), comm->aborted = true, ++driver().aborted)
+FAKE(ncclCommGetAsyncError, (ncclComm_t, ncclResult_t* result),
+     *result = record().nccl_failed ? ncclRemoteError : ncclSuccess)
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int, ncclUniqueId, int, ncclConfig_t*) {
   static std::deque<ncclComm> all;  // as long as the program: a group may end after its case
-  *comm = &all.emplace_back(record().communicator);
-  record().host(cat("makes the communicator ", (*comm)->name, " as rank ", rank, " of ", ranks,
-                    ", CTAs ", config->minCTAs, " to ", config->maxCTAs, ", clusters of ",
-                    config->cgaClusterSize, ", blocking ", config->blocking));
-  return ncclSuccess;
-}
-
-ncclResult_t ncclCommAbort(ncclComm_t comm) {
-  comm->aborted = true;
-  ++recorder::driver().aborted;
-  return ncclSuccess;
-}
-
-ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* result) {
-  *result = record().nccl_failed ? ncclRemoteError : ncclSuccess;
+  *comm = &all.emplace_back(ncclComm{record().communicator});
+  record().host(cat("makes the communicator ", (*comm)->name));
   return ncclSuccess;
 }
 
@@ -141,7 +117,7 @@ ncclResult_t ncclAllGather(const void* source, void* destination, size_t count, 
                            ncclComm_t comm, cudaStream_t stream) {
   const auto world = static_cast<size_t>(record().world);
   const auto found = record().contents.find(destination);
-  const size_t bytes = count * static_cast<size_t>(format_of(type).bytes);
+  const auto bytes = static_cast<size_t>(bytes_of(count, type));
   if (found != record().contents.end() && found->second.size() >= world * bytes) {
     uint8_t* const all = found->second.data();
     const uint8_t* const own = all + bytes * static_cast<size_t>(record().rank);
@@ -153,67 +129,46 @@ ncclResult_t ncclAllGather(const void* source, void* destination, size_t count, 
 ncclResult_t ncclReduceScatter(const void* source, void* destination, size_t count,
                                ncclDataType_t type, ncclRedOp_t, ncclComm_t comm,
                                cudaStream_t stream) {
-  const auto world = static_cast<size_t>(record().world);
-  return collective("reduce_scatter", source, destination, world * count, count, type, comm,
-                    stream);
+  const size_t all = static_cast<size_t>(record().world) * count;
+  return collective("reduce_scatter", source, destination, all, count, type, comm, stream);
 }
 
 ncclResult_t ncclGroupStart() {
   if (grouped) record().violation("a group in a group");
   grouped = true;
-  messages.clear();
+  messages = {};
   return ncclSuccess;
 }
 
 ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer,
                       ncclComm_t comm, cudaStream_t stream) {
-  return message("send", data, count, type, peer, comm, stream);
+  return message("send to", data, count, type, peer, comm, stream);
 }
 
 ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                       cudaStream_t stream) {
-  return message("receive", data, count, type, peer, comm, stream);
+  return message("receive from", data, count, type, peer, comm, stream);
 }
 
 ncclResult_t ncclGroupEnd() {
   grouped = false;
-  if (messages.empty()) return ncclSuccess;
-  std::string text = cat("messages ", messages_comm->name);
-  for (const Message& one : messages) {
-    text += cat("; ", one.verb, " ", one.bytes, " bytes ", one.verb[0] == 's' ? "to " : "from ",
-                one.peer, ", ", one.place);
-  }
-  record().operation(messages_stream, text);
-  return ncclSuccess;
-}
-
-ncclResult_t ncclGetVersion(int* version) {
-  *version = NCCL_VERSION_CODE;
+  if (messages.text.empty()) return ncclSuccess;
+  record().operation(messages.stream, cat("messages ", messages.comm->name, messages.text));
   return ncclSuccess;
 }
 
 ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
-  if (recorder::driver().full) return ncclUnhandledCudaError;
+  if (driver().full) return ncclUnhandledCudaError;
   const int before = record().count("window");
   const std::string name = before == 0 ? "window" : cat("window", before + 1);
-  record().host(cat("allocates ", bytes, " bytes, ", name));
+  record().host(cat("allocates ", name));
   *pointer = record().allocate(name, static_cast<int64_t>(bytes));
   return ncclSuccess;
 }
 
-ncclResult_t ncclMemFree(void*) {
-  return ncclSuccess;
-}
-
-ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* pointer, size_t bytes,
-                                    ncclWindow_t* window, int) {
-  if (!record().windows) return ncclInvalidUsage;
-  record().host(cat("registers ", record().at(pointer, static_cast<int64_t>(bytes)), ", ", bytes,
-                    " bytes, with ", comm->name));
+ncclResult_t ncclCommWindowRegister(ncclComm_t, void* pointer, size_t bytes, ncclWindow_t* window,
+                                    int) {
+  record().host(cat("registers ", at(pointer, static_cast<int64_t>(bytes))));
   *window = reinterpret_cast<ncclWindow_t>(pointer);
-  return ncclSuccess;
-}
-
-ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t) {
   return ncclSuccess;
 }

@@ -1,11 +1,8 @@
-#include "checks.h"
-
 #include <chrono>
 #include <functional>
 #include <memory>
 #include <thread>
 
-#include "driver.h"
 #include "record.h"
 #include "runtime/error.h"
 #include "runtime/group.h"
@@ -34,9 +31,6 @@ runtime::Bootstrap store(const std::string& left) {
 std::shared_ptr<runtime::Group> group_of(const std::string& name, const std::string& left,
                                          std::chrono::milliseconds timeout) {
   record().begin_case(2, 0);
-  record().link_gbps = 260.0;
-  record().link_latency_us = 9.0;
-  record().peer_gbps = 365.0;
   runtime::GroupOptions options;
   options.name = name;
   options.world_size = 2;

@@ -3,7 +3,6 @@
 #include <cstdio>
 #include <iostream>
 
-#include "checks.h"
 #include "record.h"
 #include "session.h"
 
@@ -28,11 +27,16 @@ std::vector<Value> read_all() {
 }
 
 recorder::Call read_call() {
-  recorder::Call call;
-  call.plan = overlap::plan::decode(read_all());
-  call.operands = {read<bool>(), read_all<bool>(), read_all(), read_all(), read<bool>()};
-  call.mode = {read<bool>(), read<bool>(), read(), read<bool>()};
-  return call;
+  return {overlap::plan::decode(read_all()),
+          read<bool>(),
+          read_all<bool>(),
+          read_all(),
+          read_all(),
+          read<bool>(),
+          read<bool>(),
+          read<bool>(),
+          read(),
+          read<bool>()};
 }
 
 Case read_case(const std::string& name) {

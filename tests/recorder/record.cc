@@ -38,11 +38,6 @@ void* Record::allocate(std::string name, int64_t bytes) {
   return reinterpret_cast<void*>(memory_.size() << kBlockShift);
 }
 
-int64_t Record::bytes_at(const void* pointer) const {
-  const size_t block = (reinterpret_cast<uintptr_t>(pointer) >> kBlockShift) - 1;
-  return block < memory_.size() ? memory_[block].bytes : 0;
-}
-
 std::string Record::at(const void* pointer, int64_t bytes) {
   if (pointer == nullptr) return "-";
   const auto address = reinterpret_cast<uintptr_t>(pointer);
@@ -93,6 +88,10 @@ void Record::operation(cudaStream_t handle, const std::string& text) {
 void Record::host(const std::string& text) {
   if (!on || !in_call_) return;
   if (capture_ != 0) violation(cat("'", text, "' in a capture"));
+}
+
+void Record::free() {
+  if (on && in_call_) violation("memory is freed in a call");
 }
 
 void Record::synchronize(cudaStream_t handle) {

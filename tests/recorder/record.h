@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <atomic>
 #include <charconv>
 #include <concepts>
 #include <cstdint>
@@ -80,8 +81,6 @@ class Record {
   void* allocate(std::string name, int64_t bytes);
   // "slots@1+4096", "-" for null. `bytes`: what is accessed there, which must lie within the block.
   std::string at(const void* pointer, int64_t bytes = 0);
-  // How many the block of an address holds.
-  int64_t bytes_at(const void* pointer) const;
   // The known contents of small blocks: what the host has copied there.
   std::map<const void*, std::vector<uint8_t>> contents;
 
@@ -94,6 +93,8 @@ class Record {
   void operation(cudaStream_t stream, const std::string& text);
   // Something that the host does meanwhile, and that no captured call may.
   void host(const std::string& text);
+  // Memory that a call frees may be in use on the device.
+  void free();
   // The host waits for all that has been enqueued on a stream, so that all that follows comes after it.
   void synchronize(cudaStream_t stream);
   void wait(cudaStream_t stream, cudaEvent_t event);
@@ -107,7 +108,6 @@ class Record {
   void end_call(cudaStream_t caller);
   // Leaves out what has been recorded so far.
   void forget();
-  bool capturing() const { return capture_ != 0; }
   // The number of this call's operations that the host has not waited for.
   int call_operations() const;
 
@@ -116,14 +116,11 @@ class Record {
   // turn in which the host enqueues on different streams.
   std::string text() const;
 
-  bool on = true;  // false: nothing is written, for timing the executors
+  bool on = true;  // false: several threads call, and nothing is written
   int world = 1;
   int rank = 0;
   int device = 0;
-  bool windows = true;     // whether NCCL can register them
-  double link_gbps = 0.0;  // of all-reduces; and of copies between ranks:
-  double peer_gbps = 0.0;
-  double link_latency_us = 0.0;
+  bool maps_peers = true;    // the ranks map each other's memory
   double now_us = 0.0;       // moved on by what takes time in the set-up
   std::string communicator;  // the name of the next one that is made
   bool nccl_failed = false;  // what NCCL says of any communicator
@@ -151,6 +148,32 @@ class Record {
 };
 
 Record& record();
+
+// The driver as far as threads notice it: it may keep all that call it, as it does while a thread loads code and waits
+// for a kernel to end.
+struct Driver {
+  std::atomic<bool> busy{false};
+  std::atomic<int> kept{0};      // threads
+  std::atomic<bool> ends{true};  // what is asked of events
+  std::atomic<int> aborted{0};   // communicators
+  bool full = false;             // no memory is left for windows
+
+  void enter() {
+    if (!busy) return;
+    ++kept;
+    busy.wait(true);
+    --kept;
+  }
+  void leave() {
+    busy = false;
+    busy.notify_all();
+  }
+};
+
+inline Driver& driver() {
+  static Driver one;
+  return one;
+}
 
 inline std::string at(const void* pointer, int64_t bytes = 0) {
   return record().at(pointer, bytes);

@@ -1,38 +1,43 @@
 #include <functional>
 
-#include "checks.h"
 #include "record.h"
 #include "session.h"
 
 namespace recorder {
 namespace {
 
-struct Streams {
-  cudaStream_t caller;
-  cudaStream_t side;
+using Calls = std::function<void(cudaStream_t caller, cudaStream_t side)>;
 
-  // An operation on each, in this turn, and the waits between them.
-  void call(const char* on_side, bool forks, bool joins, bool side_first = false) const {
-    if (side_first) record().operation(side, on_side);
-    record().operation(caller, "A");
-    if (forks) order(caller, side);
-    if (!side_first) record().operation(side, on_side);
-    if (joins) order(side, caller);
-  }
-  static void order(cudaStream_t before, cudaStream_t after) {
-    const cudaEvent_t event = record().new_event(false);
-    record().mark(event, before);
-    record().wait(after, event);
-  }
-};
-
-Recording record_call(const std::function<void(const Streams&)>& steps, bool captured = false) {
+Recording record_call(const Calls& calls, bool captured = false) {
   record().begin_case(2, 0);
-  const Streams streams = {record().new_stream("caller"), record().new_stream("side")};
-  record().begin_call(streams.caller, captured);
-  steps(streams);
-  record().end_call(streams.caller);
+  const cudaStream_t caller = record().new_stream("caller");
+  const cudaStream_t side = record().new_stream("side");
+  record().begin_call(caller, captured);
+  calls(caller, side);
+  record().end_call(caller);
   return {record().text(), record().violations};
+}
+
+void order(cudaStream_t before, cudaStream_t after) {
+  const cudaEvent_t event = record().new_event(false);
+  record().mark(event, before);
+  record().wait(after, event);
+}
+
+// An operation on each stream, and the waits between them.
+Calls call(int forks, int joins, bool side_first = false) {
+  return [=](cudaStream_t caller, cudaStream_t side) {
+    if (side_first) record().operation(side, "B");
+    record().operation(caller, "A");
+    for (int i = 0; i < forks; ++i) order(caller, side);
+    if (!side_first) record().operation(side, "B");
+    for (int i = 0; i < joins; ++i) order(side, caller);
+  };
+}
+
+void reach_beyond(cudaStream_t caller, cudaStream_t) {
+  const auto* block = static_cast<const char*>(record().allocate("block", 64));
+  for (const int offset : {48, 56}) record().operation(caller, at(block + offset, 16));
 }
 
 }  // namespace
@@ -42,43 +47,25 @@ std::vector<std::string> self_check() {
   const auto expect = [&](bool holds, const char* what) {
     if (!holds) failures.push_back(what);
   };
-  const auto forked = [](const Streams& to) { to.call("B", true, true); };
-  const auto loose = [](const Streams& to) { to.call("B", false, true); };
-  const std::string plain = record_call(forked).text;
-  const auto shows = [&](const auto& steps) { return record_call(steps).text != plain; };
+  const auto text = [](const Calls& calls) { return record_call(calls).text; };
+  const std::string plain = text(call(1, 1));
   expect(plain.find("B | caller#0") != std::string::npos, "an operation names what it comes after");
-  expect(!shows([](const Streams& to) {
-    record().operation(to.caller, "A");
-    for (int i = 0; i < 2; ++i) Streams::order(to.caller, to.side);
-    record().operation(to.side, "B");
-    Streams::order(to.side, to.caller);
-  }),
-         "a redundant wait does not show");
-  expect(shows(loose), "a wait left out shows");
-  expect(shows([](const Streams& to) { to.call("C", true, true); }), "another operation shows");
-  expect(record_call(loose).text ==
-             record_call([](const Streams& to) { to.call("B", false, true, true); }).text,
+  expect(text(call(2, 1)) == plain, "a redundant wait does not show");
+  expect(text(call(0, 1)) != plain, "a wait left out shows");
+  expect(text(call(0, 1)) == text(call(0, 1, true)),
          "the order of enqueueing on streams that are not ordered does not show");
 
-  const auto finds = [&](size_t count, const auto& steps, bool captured, const char* what) {
-    expect(record_call(steps, captured).violations.size() == count, what);
+  const auto finds = [&](size_t count, const Calls& calls, bool captured, const char* what) {
+    expect(record_call(calls, captured).violations.size() == count, what);
   };
-  finds(0, forked, false, "a forked and joined call is sound");
-  finds(0, forked, true, "a captured call is sound");
-  finds(
-      1, [](const Streams& to) { to.call("B", true, false); }, false,
-      "a call that is not joined is found");
-  finds(
-      1,
-      [](const Streams& to) {
-        const auto* block = static_cast<const char*>(record().allocate("block", 64));
-        for (const int offset : {48, 56}) record().operation(to.caller, at(block + offset, 16));
-      },
-      false, "an access beyond its memory is found");
-  finds(2, loose, true, "an operation that no capture holds is found, and the wait for it");
-  finds(
-      1, [](const Streams&) { record().host("waits"); }, true,
-      "a host that waits in a capture is found");
+  const Calls waits = [](cudaStream_t, cudaStream_t) { record().host("waits"); };
+  const Calls frees = [](cudaStream_t, cudaStream_t) { record().free(); };
+  finds(0, call(1, 1), true, "a captured call is sound");
+  finds(1, call(1, 0), false, "a call that is not joined is found");
+  finds(1, reach_beyond, false, "an access beyond its memory is found");
+  finds(2, call(0, 1), true, "an operation that no capture holds is found, and the wait for it");
+  finds(1, waits, true, "a host that waits in a capture is found");
+  finds(1, frees, false, "memory that is freed in a call is found");
   return failures;
 }
 

@@ -49,7 +49,7 @@ std::unique_ptr<runtime::Group> make_group(const Case& one) {
 }
 
 bool takes(const Call& call, size_t weight = 0) {
-  return call.plan.kernel != plan::Kernel::kLibrary && call.operands.takes.at(weight);
+  return call.plan.kernel != plan::Kernel::kLibrary && call.takes.at(weight);
 }
 
 // A call's memory and the framework's GEMM, as the bindings have them.
@@ -57,7 +57,7 @@ class CallOperands : public runtime::Operands {
  public:
   CallOperands(const Call& call, const steps::StepList& list, cudaStream_t stream)
       : call_(call), plan_(call.plan), list_(list), stream_(stream) {
-    for (size_t weight = 0; weight < call.operands.takes.size(); ++weight) {
+    for (size_t weight = 0; weight < call.takes.size(); ++weight) {
       const plan::Problem& problem = plan_.problem;
       kernels::GemmParams gemm;
       gemm.n = columns_of(call, weight);
@@ -77,7 +77,7 @@ class CallOperands : public runtime::Operands {
   static int64_t columns_of(const Call& call, size_t weight) {
     constexpr int64_t kAlignment = 8;
     const int64_t n = call.plan.problem.n;
-    const auto weights = static_cast<int64_t>(call.operands.takes.size());
+    const auto weights = static_cast<int64_t>(call.takes.size());
     const int64_t most = n / weights / kAlignment * kAlignment;
     const auto index = static_cast<int64_t>(weight);
     return index + 1 < weights ? most : n - index * most;
@@ -170,13 +170,12 @@ class CallOperands : public runtime::Operands {
 
   char* make(Buffer buffer, int32_t index) const {
     const plan::Problem& problem = plan_.problem;
-    const recorder::Operands& operands = call_.operands;
     const bool sequential = plan_.schedule == plan::Schedule::kSequential;
     switch (buffer) {
       case Buffer::kInput:
         return tensor("input",
                       gathers()     ? plan::part_rows(plan_)
-                      : exchanges() ? sum(operands.send_rows)
+                      : exchanges() ? sum(call_.send_rows)
                                     : problem.m,
                       problem.k);
       case Buffer::kOutput:
@@ -185,7 +184,7 @@ class CallOperands : public runtime::Operands {
           const auto weight = static_cast<size_t>(index);
           return tensor(cat("output", index), problem.m, columns_of(call_, weight));
         }
-        if (exchanges()) return tensor("output", sum(operands.receive_rows), problem.n);
+        if (exchanges()) return tensor("output", sum(call_.receive_rows), problem.n);
         return tensor(
             "output",
             problem.op == plan::Op::kGemmReduceScatter ? problem.m / problem.world_size : problem.m,
@@ -207,7 +206,6 @@ class CallOperands : public runtime::Operands {
 
   // The framework's GEMM, on the caller's stream.
   void enqueue(const std::string& what, plan::Rows rows, const void* from, const void* to) const {
-    if (!record().on) return;
     if (record().library_gemms == 0) throw std::bad_alloc();
     if (record().library_gemms > 0) --record().library_gemms;
     std::string text = cat("library gemm", what, " rows ", rows.begin, " to ", rows.end);
@@ -231,9 +229,7 @@ class Session {
  public:
   explicit Session(const Case& one) {
     record().begin_case(one.world, one.rank);
-    record().link_latency_us = 9.0;
-    record().link_gbps = 260.0;
-    record().peer_gbps = one.peers ? 365.0 : 0.0;
+    record().maps_peers = one.peers;
     group_ = make_group(one);
     group_report = group_->report();
     caller_ = record().new_stream("caller");
@@ -252,34 +248,33 @@ class Session {
   }
 
   cudaStream_t stream_of(const Call& call) const {
-    return call.mode.other_stream ? other_caller_ : caller_;
+    return call.other_stream ? other_caller_ : caller_;
   }
 
   // The list of a call, as the bindings make it.
   steps::StepList lower(const Call& call) const {
     const plan::Plan& plan = call.plan;
-    const Operands& operands = call.operands;
     steps::Variant variant = {.compute = steps::kernel_if(takes(call)),
-                              .bias = operands.bias,
-                              .captured = call.mode.captured,
-                              .finish = operands.finish,
-                              .send_rows = operands.send_rows,
-                              .receive_rows = operands.receive_rows};
+                              .bias = call.bias,
+                              .captured = call.captured,
+                              .finish = call.finish,
+                              .send_rows = call.send_rows,
+                              .receive_rows = call.receive_rows};
     // The kernels add no bias, the framework's GEMM does.
     if (plan.problem.op == plan::Op::kAllGatherGemm) {
-      for (size_t weight = 0; weight < operands.takes.size(); ++weight) {
+      for (size_t weight = 0; weight < call.takes.size(); ++weight) {
         variant.weights.push_back(
-            {CallOperands::columns_of(call, weight), takes(call, weight) && !operands.bias});
+            {CallOperands::columns_of(call, weight), takes(call, weight) && !call.bias});
       }
     }
     if (plan.problem.op == plan::Op::kGemmAllToAll) {
-      const bool some = std::any_of(operands.send_rows.begin(), operands.send_rows.end(),
+      const bool some = std::any_of(call.send_rows.begin(), call.send_rows.end(),
                                     [](int64_t rows) { return rows > 0; });
-      variant.compute = steps::kernel_if(takes(call) && !operands.bias && some);
+      variant.compute = steps::kernel_if(takes(call) && !call.bias && some);
       if (plan::over_peers(plan) && group_->world_size() > 2) {
         variant.longest_message = group_->longest_message(
-            steps::longest_message(plan, group_->rank(), operands.send_rows, operands.receive_rows),
-            call.mode.captured);
+            steps::longest_message(plan, group_->rank(), call.send_rows, call.receive_rows),
+            call.captured);
       }
     }
     return steps::lower(plan, group_->rank(), group_->machine(), variant);
@@ -289,18 +284,14 @@ class Session {
     const steps::StepList list = lower(call);
     const cudaStream_t stream = stream_of(call);
     CallOperands operands(call, list, stream);
-    const char* const bias =
-        call.operands.bias && record().on
-            ? static_cast<const char*>(record().allocate(
-                  "bias", call.plan.problem.n * plan::element_bytes(call.plan.problem.dtype)))
-            : nullptr;
     const plan::Problem& problem = call.plan.problem;
+    const int64_t row_bytes = problem.n * plan::element_bytes(problem.dtype);
+    const void* const bias = call.bias ? record().allocate("bias", row_bytes) : nullptr;
     kernels::FinishParams finish{
         .dtype = problem.dtype, .rows = problem.m, .columns = problem.n, .bias = bias};
-    if (call.operands.finish && record().on) {
-      const int64_t bytes = problem.m * problem.n * plan::element_bytes(problem.dtype);
-      finish.residual = record().allocate("residual", bytes);
-      finish.normed = record().allocate("normed", bytes);
+    if (call.finish) {
+      finish.residual = record().allocate("residual", problem.m * row_bytes);
+      finish.normed = record().allocate("normed", problem.m * row_bytes);
     }
     runtime::run(*group_, {.plan = &call.plan,
                            .list = &list,
@@ -308,22 +299,20 @@ class Session {
                            .bias = bias,
                            .finish = &finish,
                            .stream = stream,
-                           .trace = call.mode.traced ? &trace_ : nullptr,
-                           .delay_us = call.mode.delay_us});
+                           .trace = call.traced ? &trace_ : nullptr,
+                           .delay_us = call.delay_us});
     operands.expect_names();
-    if (call.mode.traced) expect_timeline();
+    if (call.traced) expect_timeline();
   }
 
  private:
   // Every event of the call's timeline has been recorded.
   void expect_timeline() {
-    const bool was_on = std::exchange(record().on, false);
     try {
       (void)trace_.take();
     } catch (const runtime::Error& error) {
       record().violation(cat("no timeline: ", error.what()));
     }
-    record().on = was_on;
   }
 
   runtime::Trace trace_;
@@ -365,7 +354,7 @@ Recording run(const Case& one) {
       const Call& call = one.calls[i];
       const cudaStream_t stream = session.stream_of(call);
       if (static_cast<int>(i) == one.unrecorded) to.forget();
-      to.begin_call(stream, call.mode.captured);
+      to.begin_call(stream, call.captured);
       to.library_gemms = i == 0 ? one.library_gemms : -1;
       bool thrown = false;
       try {

@@ -18,35 +18,25 @@ const overlap::kernels::WaitReport* expected_report();
 // A store to which all ranks have come, whatever is asked for. Communicators are named as their keys in it end.
 overlap::runtime::Bootstrap bootstrap();
 
-// A rank brings these to a call, beside the plan.
-struct Operands {
+// grid.py makes calls and cases; their lines have the fields in this order.
+struct Call {
+  overlap::plan::Plan plan;
   bool bias = false;
   // For each weight, whether the plan's kernel takes it; one weight for all ops except all-gathers.
-  std::vector<bool> takes = {true};
+  std::vector<bool> takes = {};
   // For an all-to-all: one for each rank.
   std::vector<int64_t> send_rows = {};
   std::vector<int64_t> receive_rows = {};
   bool finish = false;  // the rows get a residual and a norm
-};
-
-// How a call goes.
-struct Mode {
   bool captured = false;
   bool traced = false;
   int64_t delay_us = 0;
   bool other_stream = false;  // not the stream of most calls
 };
 
-struct Call {
-  overlap::plan::Plan plan;
-  Operands operands;
-  Mode mode;
-};
-
 // The failure on the device: a wait whose deadline passed, or what NCCL met asynchronously.
 enum class Failed { kNo, kWait, kNccl };
 
-// grid.py makes them; a case's line has the fields in this order.
 struct Case {
   std::string name = {};
   int world = 2;
@@ -65,5 +55,12 @@ struct Recording {
   std::vector<std::string> violations;
 };
 Recording run(const Case& one);
+
+// Checks on calls made by hand; each gives what does not hold.
+
+// The record finds what it is there to find.
+std::vector<std::string> self_check();
+// A group finds failures while the driver is busy, and agrees on memory where one rank has none left.
+std::vector<std::string> group_check();
 
 }  // namespace recorder
