@@ -22,7 +22,7 @@ and FSDP2 see no difference. The layer's forward is replaced, because a hook can
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.utils.parametrize
@@ -43,16 +43,19 @@ from overlap_torch._layers.dtensor import is_foreign, local_parts, sharded_dim
 from overlap_torch._layers.fp8 import Maps, Recipe, recipe_of_config
 from overlap_torch._layers.meshes import check_mesh, note_mesh
 from overlap_torch._layers.placements import (
+    add_bias,
+    check_part,
     foreign_linear,
     from_local,
     local_rows,
+    placed,
     redistribute,
     to_local,
 )
 from overlap_torch._layers.prepare import GatheredReader, OverlapPrepareModuleInput
 from overlap_torch._layers.sequence import Operands, column_sequences, let_compile, row_sequence
 from overlap_torch._ops.dtensor import make_ops_known
-from overlap_torch._ops.nested import refuse_nested
+from overlap_torch._ops.nested import check_input
 from overlap_torch._watch.report import note_call, note_fallback, note_foreign
 
 __all__ = ["OverlapColwiseParallel", "OverlapPrepareModuleInput", "OverlapRowwiseParallel"]
@@ -84,8 +87,7 @@ class OverlapColwiseParallel(ColwiseParallel):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not is_plain_linear(module):
             return super()._apply(module, device_mesh)
-        placements = {"weight": Shard(0), "bias": Shard(0)}
-        return _overlapped(self, module, OverlapColwiseLinear, device_mesh, placements)
+        return _overlapped(self, module, OverlapColwiseLinear, device_mesh)
 
 
 class OverlapRowwiseParallel(RowwiseParallel):
@@ -109,8 +111,7 @@ class OverlapRowwiseParallel(RowwiseParallel):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not is_plain_linear(module):
             return super()._apply(module, device_mesh)
-        placements = {"weight": Shard(1), "bias": Replicate()}
-        return _overlapped(self, module, OverlapRowwiseLinear, device_mesh, placements)
+        return _overlapped(self, module, OverlapRowwiseLinear, device_mesh)
 
 
 def is_plain_linear(module: torch.nn.Module) -> bool:
@@ -164,13 +165,12 @@ def _overlapped(
     module: torch.nn.Linear,
     kind: type[_OverlapLinear],
     device_mesh: DeviceMesh,
-    placements: dict[str, Placement],
 ) -> torch.nn.Module:
     """The layer with the style: its parameters distributed, its forward replaced."""
     let_compile()
     for name, parameter in list(module.named_parameters(recurse=False)):
         distributed = distribute_tensor(
-            parameter, device_mesh, [placements[name]], src_data_rank=style.src_data_rank
+            parameter, device_mesh, [kind.placements[name]], src_data_rank=style.src_data_rank
         )
         parameter = torch.nn.Parameter(distributed, requires_grad=parameter.requires_grad)
         module.register_parameter(name, parameter)
@@ -181,6 +181,7 @@ def _overlapped(
 class _OverlapLinear(torch.nn.Linear):
     """A ``torch.nn.Linear`` with DTensor parameters that takes and returns what its style's layouts say."""
 
+    placements: ClassVar[dict[str, Placement]]
     device_mesh: DeviceMesh
     group: str
     world_size: int
@@ -200,17 +201,28 @@ class _OverlapLinear(torch.nn.Linear):
         return from_local(local, self.device_mesh, (placement,))
 
     def _check(self, what: str, tensor: torch.Tensor | None) -> None:
-        """Raises unless a DTensor is on the layer's ranks; refuses nested tensors."""
-        if what == "input" and tensor.is_nested:
-            refuse_nested(type(self).__name__, what, tensor)
+        """Raises unless a DTensor is on the layer's ranks; refuses nested tensors, and inputs without features."""
+        if what == "input":
+            check_input(type(self).__name__, tensor)
         if isinstance(tensor, DTensor) and tensor.device_mesh is not self.device_mesh:
             check_mesh(f"{type(self).__name__}: its {what}", tensor, self.device_mesh)
 
     def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight, bias = self.weight, self.bias
-        self._check("weight", weight)
-        self._check("bias", bias)
-        return local_parts(weight, bias)
+        weight = self._own("weight", self.weight, (self.out_features, self.in_features))
+        return local_parts(weight, self._own("bias", self.bias, (self.out_features,)))
+
+    def _own(
+        self, name: str, parameter: torch.Tensor | None, shape: tuple[int, ...]
+    ) -> torch.Tensor | None:
+        """A parameter in its placement, on the layer's ranks; a plain tensor is this rank's part."""
+        placement = self.placements[name]
+        if isinstance(parameter, DTensor):
+            self._check(name, parameter)
+            return placed(parameter, placement)
+        if parameter is not None:
+            what = f"{type(self).__name__}: its {name}"
+            check_part(what, parameter, placement, shape, self.world_size, self.rank)
+        return parameter
 
     def _output(self, local: torch.Tensor, placement: Placement, size: int) -> torch.Tensor:
         """The layer's output: `local` is this rank's part of an output whose sharded dim has `size` elements."""
@@ -256,6 +268,8 @@ class _OverlapLinear(torch.nn.Linear):
 
 class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
     """The layer that :class:`OverlapColwiseParallel` makes of a ``torch.nn.Linear``."""
+
+    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""
@@ -317,6 +331,8 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
 class OverlapRowwiseLinear(_OverlapLinear):
     """The layer that :class:`OverlapRowwiseParallel` makes of a ``torch.nn.Linear``."""
 
+    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(1), "bias": Replicate()}
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""
         self._check("input", input)
@@ -354,8 +370,7 @@ class OverlapRowwiseLinear(_OverlapLinear):
             local = self.maps.column(input, weight, None, reduces=False, **place)
         partial = self._as_dtensor(local, Partial())
         output = redistribute(partial, (self.output_layout,))
-        if self.bias is not None:
-            output = redistribute(output + self.bias, (self.output_layout,))
+        output = add_bias(output, self.bias)
         return to_local(output) if self.use_local_output else output
 
 

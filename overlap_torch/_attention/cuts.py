@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from overlap_torch._layers.sharding import checked_count
 from overlap_torch._ops.group import Group, group_name, group_rank, world_size
 
 Tokens = str | Sequence[int]
@@ -146,6 +147,7 @@ def token_positions(
     Raises:
         ValueError: as :func:`cut_tokens`.
     """
+    total = checked_count("total", total)
     spans = _whole_numbers("token_positions", tokens, total, group_name(group))
     parts = [torch.arange(begin, end, device=device) for begin, end in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

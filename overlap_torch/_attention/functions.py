@@ -26,7 +26,7 @@ from overlap_torch._attention.work import Problem, parts_allowed, seconds, share
 from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._ops.graphs import constant_in_graphs, outside_graphs
 from overlap_torch._ops.group import Group, group_name, place_of, reaches
-from overlap_torch._ops.nested import refuse_nested
+from overlap_torch._ops.nested import check_tensors
 
 _WHAT = "context_parallel_attention"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -348,10 +348,8 @@ def context_parallel_attention(
         RuntimeError: on CPU, ranks whose calls differ (on CUDA under ``OVERLAP_DEBUG=1``); a second derivative.
     """
     name = group_name(group)
+    check_tensors(_WHAT, q=q, k=k, v=v)
     q, k, v = as_under_autocast(q, k, v)
-    for operand, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.is_nested:
-            refuse_nested(_WHAT, operand, tensor)
     chosen = _kernel(kernel, q.device)
     # A compiler takes sizes and numbers as they are, and compiles again where they change.
     head_parts, chunks = (

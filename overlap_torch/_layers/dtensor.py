@@ -177,5 +177,16 @@ def mesh_within(weight: torch.Tensor) -> DeviceMesh | None:
 
 
 def sharded_dim(placement: Placement, dims: int) -> int | None:
-    """The dim that `Shard` cuts; None for other placements."""
-    return placement.dim % dims if placement.is_shard() else None
+    """The dim that `Shard` cuts; None for other placements.
+
+    Raises:
+        ValueError: a tensor of so few dims has no such dim.
+    """
+    if not placement.is_shard():
+        return None
+    if not -dims <= placement.dim < dims:
+        raise ValueError(
+            f"the placement {placement} cuts dim {placement.dim}, but the tensor has {dims} dims: give a layout with one "
+            "of its dims, or a tensor with more"
+        )
+    return placement.dim % dims

@@ -274,15 +274,21 @@ def _may_need_gradient(input: torch.Tensor) -> bool:
     return input.requires_grad or transforms_are_active()
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast; None where it is off, and on ``meta``, for which PyTorch has none."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
 def as_under_autocast(
     input: torch.Tensor, *others: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
     """The operands of a linear map, cast by autocast's rules, because backward uses the Function's saved tensors as they
     are."""
-    device_type = input.device.type
-    if not torch.is_autocast_enabled(device_type):
+    dtype = autocast_dtype(input.device.type)
+    if dtype is None:
         return [input, *others]
-    dtype = torch.get_autocast_dtype(device_type)
     return [_cast(tensor, dtype) for tensor in (input, *others)]
 
 

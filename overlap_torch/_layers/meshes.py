@@ -10,6 +10,7 @@ import itertools
 import weakref
 
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
@@ -21,6 +22,11 @@ _meshes: weakref.WeakValueDictionary[tuple[str, str], DeviceMesh] = weakref.Weak
 _numbers = itertools.count(1)  # of groups that no longer exist
 
 
+# A mesh's tensor of ranks is real under a FakeTensorMode, too.
+_reads_meshes = unset_fake_temporarily()
+
+
+@_reads_meshes
 def group_mesh(group: str, device_type: str) -> DeviceMesh:
     """The one-dimensional mesh over a group, by its name. Does not communicate.
 
@@ -39,6 +45,7 @@ def group_mesh(group: str, device_type: str) -> DeviceMesh:
     return mesh
 
 
+@_reads_meshes
 def note_mesh(mesh: DeviceMesh) -> None:
     """Notes the user's mesh of a layer or a style: layers that were given a group over its ranks use it from now on.
 
@@ -70,6 +77,7 @@ def same_ranks(mesh: DeviceMesh, other: DeviceMesh) -> bool:
 
 
 @constant_in_graphs
+@_reads_meshes
 def _same_line(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     return mesh.ndim == other.ndim == 1 and mesh.mesh.tolist() == other.mesh.tolist()
 
@@ -84,6 +92,7 @@ def check_mesh(what: str, tensor: DTensor, mesh: DeviceMesh) -> None:
         )
 
 
+@_reads_meshes
 def _named(mesh: DeviceMesh) -> str:
     return f"{mesh} of ranks {mesh.mesh.tolist()}"
 
@@ -131,6 +140,7 @@ def _users_mesh(group: dist.ProcessGroup, ranks: list[int], device_type: str) ->
     return named
 
 
+@_reads_meshes
 def is_living(mesh: DeviceMesh) -> bool:
     """True if this process has the mesh's place for it, and the groups of its dimensions exist, by their names."""
     try:

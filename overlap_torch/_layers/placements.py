@@ -8,12 +8,15 @@ Importing this loads ``torch.distributed.tensor``, which takes most of a second.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional
 
 from overlap_torch._layers.dtensor import Placements, mesh_within, sharded_dim, wrap
+from overlap_torch._layers.sharding import shard_range
 from overlap_torch._ops.gradients import TransformedFunction, recorded
 
 
@@ -51,9 +54,51 @@ def from_local(
 
 def redistribute(tensor: DTensor, placements: Placements) -> DTensor:
     """``DTensor.redistribute``, in its mesh."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
+        return tensor.redistribute(placements=placements)
+    if (
+        torch.is_inference_mode_enabled()
+    ):  # PyTorch cannot detach a DTensor that requires a gradient
+        with torch.inference_mode(False), torch.no_grad():
+            return tensor.redistribute(placements=placements)
+    if not torch.is_grad_enabled():
         return tensor.redistribute(placements=placements)
     return _Redistribute.apply(tensor, placements)
+
+
+def placed(parameter: torch.Tensor | None, placement: Placement) -> torch.Tensor | None:
+    """A layer's parameter in its placement. A parametrization, tied weights or a loaded tensor may have brought another."""
+    if isinstance(parameter, DTensor) and parameter._spec.placements != (placement,):
+        return redistribute(parameter, (placement,))
+    return parameter
+
+
+def check_part(
+    what: str,
+    part: torch.Tensor,
+    placement: Placement,
+    shape: Sequence[int],
+    world_size: int,
+    rank: int,
+) -> None:
+    """Raises ValueError unless a plain tensor has the shape of this rank's part of the ``shape``. ``what`` names it."""
+    own, dim = list(shape), sharded_dim(placement, len(shape))
+    if dim is not None:
+        _, own[dim] = shard_range(own[dim], world_size, rank)
+    if list(part.shape) != own:
+        raise ValueError(
+            f"{what} is a plain tensor of shape {tuple(part.shape)}, but rank {rank}'s part of {tuple(shape)} is {tuple(own)}: "
+            "give that part, or a DTensor of the whole"
+        )
+
+
+def add_bias(output: DTensor, bias: torch.Tensor | None) -> DTensor:
+    """The sum in the output's placement. A plain bias is the whole."""
+    if bias is None:
+        return output
+    if not isinstance(bias, DTensor):
+        bias = from_local(bias, output.device_mesh, (Replicate(),))
+    return redistribute(output + bias, output.placements)
 
 
 def foreign_linear(
@@ -88,7 +133,7 @@ def foreign_linear(
     else:
         output = from_local(functional.linear(to_local(input), weight), mesh, (Partial(),))
     output = redistribute(output, (wanted,))
-    return output if columns or bias is None else output + bias
+    return output if columns else add_bias(output, bias)
 
 
 class _ToLocal(TransformedFunction):

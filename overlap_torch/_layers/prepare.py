@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
-from overlap_torch._layers.dtensor import Placements, is_foreign
+from overlap_torch._layers.dtensor import Placements, is_foreign, sharded_dim
 from overlap_torch._layers.fp8 import Recipe
+from overlap_torch._layers.linear import autocast_dtype
 from overlap_torch._layers.meshes import check_mesh, same_ranks
 from overlap_torch._layers.placements import from_local, local_rows, redistribute, to_local
 from overlap_torch._layers.sequence import Operands, column_sequences
@@ -30,13 +31,7 @@ class _Ahead(NamedTuple):
 
 def _modes(input: torch.Tensor) -> tuple[object, ...]:
     """The modes on which an output depends beside its operands."""
-    device_type = input.device.type
-    autocast = torch.is_autocast_enabled(device_type)
-    return (
-        input.requires_grad,
-        torch.is_grad_enabled(),
-        torch.get_autocast_dtype(device_type) if autocast else None,
-    )
+    return input.requires_grad, torch.is_grad_enabled(), autocast_dtype(input.device.type)
 
 
 class GatheredReader:
@@ -252,10 +247,8 @@ def _token_dim(value: torch.Tensor, layout: Placement) -> int | None:
     """The dim in which it is cut, if that is not the last one."""
     if isinstance(value, DTensor):
         layout = value.placements[0]
-    if not layout.is_shard():
-        return None
-    dim = layout.dim % value.dim()
-    return dim if dim < value.dim() - 1 else None
+    dim = sharded_dim(layout, value.dim())
+    return dim if dim is not None and dim < value.dim() - 1 else None
 
 
 _PARAMETERS = {"weight", "bias"}
@@ -272,7 +265,7 @@ def _can_read(module: torch.nn.Module, input: torch.Tensor, mesh: DeviceMesh) ->
         and module.input_layout.is_replicate()
         and module.in_features == input.shape[-1]
         # FSDP may have cut the weight once more until the layer itself is called.
-        and (module.weight.device_mesh is mesh or module.weight.device_mesh.ndim == 1)
+        and (not isinstance(module.weight, DTensor) or module.weight.device_mesh.ndim == 1)
     )
 
 

@@ -46,6 +46,8 @@ def _check_operands(op: str, terms: torch.Tensor, weight: Operand, *others: Oper
     """``others``: residual, gain, bias and the cast's scale."""
     if weight is not None and not is_dynamo_compiling():  # a compiler's fakes check these
         fakes.check_operands(op, terms, weight, None)
+    if not isinstance(terms, torch.Tensor):
+        raise TypeError(f"{op}: partial must be a tensor, but it is a {type(terms).__name__}")
     if terms.dim() < 1:
         raise ValueError(f"{op}: partial must be [..., N], but is a number")
     if terms.dtype not in _DTYPES:

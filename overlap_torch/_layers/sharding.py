@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,19 @@ def place_in(group: str) -> tuple[int, int]:
     """
     members = process_group(group)
     return members.size(), members.rank()
+
+
+def checked_count(name: str, value: int) -> int:
+    """The number; raises TypeError or ValueError unless it is 0 or more."""
+    if not isinstance(value, (int, torch.SymInt)):
+        try:
+            value = operator.index(value)
+        except TypeError:
+            kind = type(value).__name__
+            raise TypeError(f"{name} must be an integer, but it is a {kind}: {value!r}") from None
+    if value < 0:
+        raise ValueError(f"{name} must be 0 or more, but it is {value}")
+    return value
 
 
 def shard_range(size: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -45,6 +59,7 @@ def token_slice(tokens: int, *, group: Group = None) -> slice:
     Every rank has ``ceil(tokens / world_size)`` rows, in rank order, as long as there are rows left: the last ranks may
     have fewer, or none. DTensor's ``Shard(0)`` is the same cut.
     """
+    tokens = checked_count("tokens", tokens)
     world_size, rank = place_in(group_name(group))
     begin, size = shard_range(tokens, world_size, rank)
     return slice(begin, begin + size)

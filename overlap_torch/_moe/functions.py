@@ -13,7 +13,7 @@ from overlap_torch._moe.activation import Gate
 from overlap_torch._ops.composition import accumulated
 from overlap_torch._ops.graphs import constant_in_graphs
 from overlap_torch._ops.group import Group, group_name, place_of, reaches
-from overlap_torch._ops.nested import refuse_nested
+from overlap_torch._ops.nested import check_tensors
 
 _ops = torch.ops.overlap
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -51,9 +51,7 @@ def _experts_of_ranks(num_experts: int | Sequence[int], ranks: int) -> list[int]
 
 
 def _check_tokens(what: str, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
-    for name, tensor in (("x", x), ("topk_ids", topk_ids)):
-        if tensor.is_nested:
-            refuse_nested(what, name, tensor)
+    check_tensors(what, x=x, topk_ids=topk_ids)
     if x.dtype not in _DTYPES:
         raise TypeError(f"{what} takes x in {_named(_DTYPES)}, but it is {x.dtype}")
     if topk_ids.dtype not in (torch.int32, torch.int64):
@@ -261,6 +259,10 @@ def _one_weight(name: str, weights: Weights, pairs: bool) -> tuple[torch.Tensor,
     """A tensor [e, N, K], or a pair of them, from tensors or from lists with a tensor for each expert."""
     if isinstance(weights, torch.Tensor):
         return (weights,)
+    if not hasattr(weights, "__len__"):  # a list of any kind
+        raise TypeError(
+            f"moe: {name} must be a tensor or a list of tensors, but it is a {type(weights).__name__}"
+        )
     if pairs and len(weights) == 2 and all(weight.dim() == 3 for weight in weights):
         return tuple(weights)
     if len(weights) == 0 or any(weight.dim() != 2 for weight in weights):
@@ -363,6 +365,7 @@ def moe(
             'save is "rows", "gate_up" or "nothing", and only "rows" with shares_on="input", but got '
             f"{save!r} with shares_on={shares_on!r}"
         )
+    check_tensors("moe", x=x, topk_ids=topk_ids, topk_weights=topk_weights)
     gate_up, (down,) = _one_weight("gate_up", gate_up, gate.gated), _one_weight("down", down, False)
     if interleaved and len(gate_up) == 2:
         raise ValueError("interleaved= is for one gate_up, but got a pair (gate, up)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import overload
 
 import torch
@@ -192,6 +192,10 @@ def allgather_gemm(
             return eager.call(_short, _op, group, input, weight, bias, dim=dim)
         op, short = _op_scaled, _short_scaled
     else:
+        if not isinstance(weight, Iterable):
+            raise TypeError(
+                f"allgather_gemm: weight must be a tensor [N, K] or a sequence of them, but it is a {type(weight).__name__}"
+            )
         weight = list(weight)
         if isinstance(bias, torch.Tensor):
             raise TypeError(

@@ -74,18 +74,27 @@ def all_reduce(part: torch.Tensor, group: str, invariance: str | None) -> torch.
 
 
 def start_all_to_all(
-    whole: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], group: str
+    whole: torch.Tensor,
+    send_rows: Sequence[int],
+    recv_rows: Sequence[int],
+    group: str,
+    what: str = "an all-to-all of rows",
 ) -> torch.Tensor:
-    """Begins to send the first send_rows[0] rows of ``whole`` to rank 0, and so on; :func:`wait` gives what comes, in rank order."""
-    compare("an all-to-all of rows", whole, whole.shape[1:], group)
+    """Begins to send the first send_rows[0] rows of ``whole`` to rank 0, and so on; :func:`wait` gives what comes, in rank
+    order. ``what`` names the call, and must be the same on every rank."""
+    compare(what, whole, whole.shape[1:], group)
     return _collectives.all_to_all_single(whole.contiguous(), recv_rows, send_rows, group)
 
 
 def all_to_all(
-    whole: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], group: str
+    whole: torch.Tensor,
+    send_rows: Sequence[int],
+    recv_rows: Sequence[int],
+    group: str,
+    what: str = "an all-to-all of rows",
 ) -> torch.Tensor:
     """As :func:`start_all_to_all`, and waits."""
-    return wait(start_all_to_all(whole, send_rows, recv_rows, group))
+    return wait(start_all_to_all(whole, send_rows, recv_rows, group, what))
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ Such a call goes through torch.ops, which reads schema and arguments itself. A c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,34 @@ def call(
     results = short(*arguments, *keywords.values(), name)
     if results is None:
         dtensor.make_ops_known()
+        _check_types(op, (*arguments, *keywords.values()))
         results = op(*arguments, **keywords, group=name)
     if behind_calls is not None:
         behind_calls(op, name, (*arguments, *keywords.values()), results)
     return results
+
+
+def _check_types(op: torch._ops.OpOverload, values: tuple[Any, ...]) -> None:
+    """Raises TypeError for a value that the operator's schema does not take."""
+    for argument, value in zip(op._schema.arguments, values, strict=False):
+        kind = str(argument.type)
+        listed, optional = kind.startswith("List"), "Optional" in kind
+        each = value if listed and isinstance(value, (list, tuple)) else [value]
+        if "Tensor" in kind:
+            right = all(isinstance(one, torch.Tensor) or (one is None and optional) for one in each)
+        elif kind in ("int", "List[int]"):
+            # Dtypes are numbers in a schema.
+            right = all(hasattr(one, "__index__") or isinstance(one, torch.dtype) for one in each)
+        else:
+            continue
+        if not right or listed != (each is value):
+            wanted = ("tensor" if "Tensor" in kind else "number") + (" or None" if optional else "")
+            given = type(value).__name__ + ("" if each is not value else f" with {_kinds(each)}")
+            raise TypeError(
+                f"{op._schema.name.partition('::')[2]}: {argument.name} must be a {'list, each a ' if listed else ''}{wanted}, "
+                f"but it is a {given}"
+            )
+
+
+def _kinds(values: Sequence[Any]) -> str:
+    return ", ".join(dict.fromkeys(type(value).__name__ for value in values))

@@ -1,4 +1,5 @@
-"""The ops and nested tensors: the ops take one tensor of rows, and the error says how to make one of a nested tensor."""
+"""The ops and nested, sparse and quantized tensors: the ops take one dense tensor of rows, and the error says how to make
+one."""
 
 from __future__ import annotations
 
@@ -28,11 +29,42 @@ def refuse_nested(what: str, name: str, tensor: torch.Tensor) -> NoReturn:
     )
 
 
+def check_tensors(what: str, **operands: object) -> None:
+    """Raises TypeError unless all operands of a call of ``what`` are tensors, and none is nested."""
+    for name, value in operands.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{what}: {name} must be a tensor, but it is a {type(value).__name__}")
+        if value.is_nested:
+            refuse_nested(what, name, value)
+
+
+def check_input(what: str, input: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless a layer's input is one tensor [..., features]. ``what`` names the layer."""
+    if not isinstance(input, torch.Tensor):
+        raise TypeError(
+            f"{what} takes a tensor [..., features], but its input is a {type(input).__name__}"
+        )
+    if input.is_nested:
+        refuse_nested(what, "input", input)
+    if input.dim() == 0:
+        raise ValueError(
+            f"{what} takes a tensor [..., features], but its input is a number, of shape ()"
+        )
+
+
 def _refuse(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> NoReturn:
     for argument, values in zip(op._schema.arguments, args, strict=False):
         for value in values if isinstance(values, (list, tuple)) else [values]:
             if isinstance(value, torch.Tensor) and value.is_nested:
                 refuse_nested(op._schema.name.partition("::")[2], argument.name, value)
+            if isinstance(value, torch.Tensor) and (
+                value.is_quantized or value.layout != torch.strided
+            ):
+                what = "quantized" if value.is_quantized else f"of layout {value.layout}"
+                raise TypeError(
+                    f"{op._schema.name.partition('::')[2]} takes dense tensors, but its {argument.name} is {what}: call it "
+                    f"with {argument.name}.{'dequantize' if value.is_quantized else 'to_dense'}()"
+                )
     raise TypeError(f"{op} takes no nested tensors: give it one tensor of rows in place of each")
 
 
@@ -45,5 +77,7 @@ for _name in _OPS:
         _op = getattr(getattr(torch.ops.overlap, _name), _overload)
         _full = _op._schema.name + ("" if _overload == "default" else f".{_overload}")
         torch.library.register_torch_dispatch(_full, NestedTensor, _dispatched)
-        for _key in ("NestedTensorCPU", "NestedTensorCUDA"):
-            _kernels.impl(_full.partition("::")[2], functools.partial(_refuse, _op), _key)
+        for _key in ("NestedTensor", "Sparse", "SparseCsr", "Quantized"):
+            for _device in ("CPU", "CUDA"):
+                _rule = functools.partial(_refuse, _op)
+                _kernels.impl(_full.partition("::")[2], _rule, _key + _device)

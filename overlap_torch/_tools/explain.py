@@ -85,7 +85,15 @@ def _asked(args: argparse.Namespace) -> _Asked:
             raise ValueError(
                 f"--machine is '{args.machine}', allowed are here, h200, or fields like 'arch=90 sm_count=132': {error}"
             ) from error
-    plan = files.load(args.plan) if args.plan is not None else None
+    for name in ("m", "n", "k", "rows"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name} is {getattr(args, name)}, allowed are 0 and more")
+    if args.plot is not None and not args.plot.parent.is_dir():
+        raise ValueError(f"--plot is {args.plot}, but there is no folder {args.plot.parent}")
+    try:
+        plan = files.load(args.plan) if args.plan is not None else None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--plan is {args.plan}, which is no saved plan: {error}") from error
     if plan is None:
         world = args.world
         if world is None:

@@ -108,8 +108,8 @@ class Session:
         cache: bool,
         plans: list[Plan],
     ) -> None:
-        _boards[members] = _boards.get(members, 0) + 1
         timeout_s = float(os.environ.get("OVERLAP_TIMEOUT_S") or _timeout_s(members, device))
+        _boards[members] = _boards.get(members, 0) + 1
         self.board = Board(
             store=dist.distributed_c10d._get_process_group_store(members),
             rank=members.rank(),
@@ -296,7 +296,13 @@ def default_session(device: torch.device, repeats: int) -> Session:
 
 
 def _timeout_s(members: dist.ProcessGroup, device: torch.device) -> float:
-    return members._get_backend(device).options._timeout.total_seconds()
+    backend = members._get_backend(device)
+    if getattr(backend, "options", None) is None:
+        raise ValueError(
+            f"no plans can be tuned: the group's backend for {device.type} tensors is {dist.get_backend(members)}, which "
+            "runs none; give a group over gloo or NCCL"
+        )
+    return backend.options._timeout.total_seconds()
 
 
 def _kept(answers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,13 @@ import torch
 from torch.distributed.tensor import Shard
 
 from overlap_torch._layers.dtensor import Placements, is_foreign
-from overlap_torch._layers.sharding import GatherParts, pad_end, shard_range, shard_sizes
+from overlap_torch._layers.sharding import (
+    GatherParts,
+    checked_count,
+    pad_end,
+    shard_range,
+    shard_sizes,
+)
 from overlap_torch._ops import Group
 from overlap_torch.nn.linear import ParallelLinear
 
@@ -72,6 +78,8 @@ class ColumnParallelLinear(ParallelLinear):
     ) -> None:
         if isinstance(out_features, Sequence):
             out_features = _checked_features(out_features)
+        else:
+            out_features = checked_count("out_features", out_features)
         bias = _checked_bias(bias, out_features)
         super().__init__(
             in_features, out_features, bias, group, sequence_parallel, device, dtype, fp8
@@ -199,6 +207,7 @@ class ColumnParallelLinear(ParallelLinear):
     def _all_tokens(self, input: torch.Tensor, tokens: int | None) -> int:
         if tokens is None:
             return input.shape[0] * self.world_size
+        tokens = checked_count("tokens", tokens)
         own = shard_range(tokens, self.world_size, self.rank)[1]
         if input.shape[0] != own:
             raise ValueError(

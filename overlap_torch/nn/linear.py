@@ -12,10 +12,10 @@ from overlap_torch._layers import linear as _linear
 from overlap_torch._layers.dtensor import local_parts, mesh_within
 from overlap_torch._layers.fp8 import Maps, recipe_of
 from overlap_torch._layers.meshes import check_mesh, group_mesh, note_mesh
-from overlap_torch._layers.placements import foreign_linear, to_local
-from overlap_torch._layers.sharding import place_in
+from overlap_torch._layers.placements import check_part, foreign_linear, placed, to_local
+from overlap_torch._layers.sharding import checked_count, place_in
 from overlap_torch._ops import Group, group_name
-from overlap_torch._ops.nested import refuse_nested
+from overlap_torch._ops.nested import check_input
 from overlap_torch._watch.report import note_call, note_foreign
 from overlap_torch.nn.parameters import CutParameters
 
@@ -52,7 +52,7 @@ class ParallelLinear(CutParameters):
         super().__init__()
         recipe_of(fp8)  # raises for a name that it does not know
         self.fp8 = fp8
-        self.in_features = in_features
+        self.in_features = checked_count("in_features", in_features)
         self.out_features = out_features
         self.sequence_parallel = sequence_parallel
         self.group = group_name(group)
@@ -103,33 +103,35 @@ class ParallelLinear(CutParameters):
         parameters = self._parameters
         weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        return self._local_pair(weight, bias)
+        return self._local_pair(self._names[0], weight, bias)
 
     def _local_lists(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """`_local_parameters` of a layer with several weights."""
         biases = [None] * len(self._names) if self.biases is None else self.biases
         pairs = [
-            self._local_pair(weight, bias)
-            for weight, bias in zip(self.weights, biases, strict=True)
+            self._local_pair(names, weight, bias)
+            for names, weight, bias in zip(self._names, self.weights, biases, strict=True)
         ]
         return [weight for weight, _ in pairs], [bias for _, bias in pairs]
 
     def _local_pair(
-        self, weight: torch.Tensor, bias: torch.Tensor | None
+        self, names: tuple[str, str], weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # The results of a parametrization may have another placement.
-        weight, bias = self._in_place("weight", weight), self._in_place("bias", bias)
-        return local_parts(weight, bias)
+        return local_parts(self._in_place(names[0], weight), self._in_place(names[1], bias))
 
-    def _in_place(self, kind: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
-        if isinstance(parameter, DTensor):
-            if parameter.device_mesh is not self._mesh:
-                check_mesh(f"{type(self).__name__}: its {kind}", parameter, self._mesh)
-                if not torch.compiler.is_compiling():
-                    self.__dict__["_mesh"] = parameter.device_mesh  # the next comparison is quick
-            if parameter._spec.placements != self._placements[kind]:
-                return parameter.redistribute(placements=self._placements[kind])
-        return parameter
+    def _in_place(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
+        """A parameter in its placement, on the layer's ranks; a plain tensor is this rank's part."""
+        if parameter is None:
+            return None
+        (placement,) = self._placements_of(name)
+        if not isinstance(parameter, DTensor):
+            what, shape = f"{type(self).__name__}: its {name}", self._full_shape(name)
+            check_part(what, parameter, placement, shape, self.world_size, self.rank)
+        elif parameter.device_mesh is not self._mesh:
+            check_mesh(f"{type(self).__name__}: its {name}", parameter, self._mesh)
+            if not torch.compiler.is_compiling():
+                self.__dict__["_mesh"] = parameter.device_mesh  # the next comparison is quick
+        return placed(parameter, placement)
 
     def _of_foreign(
         self,
@@ -164,8 +166,7 @@ class ParallelLinear(CutParameters):
         return to_local(output)
 
     def _check_features(self, input: torch.Tensor, expected: int, option: str) -> None:
-        if input.is_nested:
-            refuse_nested(type(self).__name__, "input", input)
+        check_input(type(self).__name__, input)
         if isinstance(input, DTensor):
             raise TypeError(
                 f"{type(self).__name__} takes this rank's tensor, but its input is a DTensor on {input.device_mesh} with "

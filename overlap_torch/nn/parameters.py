@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _device_capability, _resolve_process_group
 from torch.distributed.tensor import DTensor
@@ -121,10 +122,10 @@ class CutParameters(torch.nn.Module):
 
         The first rank of the parameters' mesh draws a seed for all, so that sharded parameters differ between ranks
         and replicated ones do not, however the ranks were seeded.
-        This is a collective call, except for parameters on ``meta``, which it does not change.
+        This is a collective call, except for parameters on ``meta`` and fake ones, which it does not change.
         """
         first = self._any_weight()
-        if first.is_meta:
+        if first.is_meta or isinstance(first.to_local(), FakeTensor):
             return
         seeds = [int(torch.randint(2**31, (), device="cpu").item())]
         mesh = first.device_mesh

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from typing import ClassVar
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from overlap_torch._layers.dtensor import Placements, is_foreign
-from overlap_torch._layers.sharding import SumGradient, TakePart
+from overlap_torch._layers.sharding import SumGradient, TakePart, checked_count
 from overlap_torch._ops import Group
 from overlap_torch.nn.linear import ParallelLinear
 
@@ -61,7 +60,8 @@ class RowParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
         fp8: str | None = None,
     ) -> None:
-        out_features = operator.index(out_features)  # one number; the column layer takes several
+        # One number; the column layer takes several.
+        out_features = checked_count("out_features", out_features)
         super().__init__(
             in_features, out_features, bias, group, sequence_parallel, device, dtype, fp8
         )

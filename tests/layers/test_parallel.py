@@ -21,9 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import overlap_torch
 from checks import Failures
 from layers import integer_linear, integers, ops_called
-from meshes import check_parameter_gradients, mesh
+from meshes import check_parameter_gradients, mesh, whole_of
 from operands import difference, rank_device
+from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
+from styles import gathered_tokens
 
 STYLES = (OverlapColwiseParallel, OverlapRowwiseParallel)
 LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1))
@@ -259,6 +261,71 @@ def test_parallel_styles_replace_plain_linears_only(failures: Failures) -> None:
 @pytest.mark.ranks((2, "gloo"))
 def test_parallel_style_refuses_what_its_parent_refuses(failures: Failures, style: type) -> None:
     failures.raises("nn.Linear", parallelize_module, torch.nn.LayerNorm(4), mesh(), style())
+
+
+@pytest.mark.parametrize("brought", [Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_parallel_weights_may_be_placed_otherwise(
+    failures: Failures, style: type, brought: Placement
+) -> None:
+    """As tied weights and loaded ones are; a plain tensor must be the rank's part."""
+    whole = integer_linear(6, 8, True)
+    for prepared in (False, True):
+        layer = parallelize_module(
+            copy.deepcopy(whole),
+            mesh(),
+            style(input_layouts=Replicate(), output_layouts=Replicate()),
+        )
+        input = integers(6, 6, seed=3)
+        call, mine = layer, input
+        if prepared:
+            call = parallelize_module(torch.nn.Sequential(layer), mesh(), gathered_tokens())
+            mine = distribute_tensor(input, mesh(), [Shard(0)])
+        parts = {name: value.to_local() for name, value in layer.named_parameters()}
+        path = "0." if prepared else ""
+        output = torch.func.functional_call(call, {path + k: v for k, v in parts.items()}, (mine,))
+        failures.expect(difference(whole_of(output).detach(), whole(input).detach()), "parts")
+        refused = (torch.func.functional_call, call, {path + "weight": whole.weight}, mine)
+        failures.raises("its weight is a plain tensor of shape (8, 6)", *refused)
+        placed = distribute_tensor(whole.weight.detach(), mesh(), [brought])
+        layer.weight = torch.nn.Parameter(placed)
+        output = call(mine)
+        failures.expect(difference(whole_of(output).detach(), whole(input).detach()), prepared)
+        output.backward(torch.ones_like(output))
+        whole.zero_grad()
+        whole(input).backward(torch.ones(6, 8, device=input.device))
+        check_parameter_gradients(failures, layer, whole, prepared)
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
+def test_parallel_inputs_that_no_layer_takes_are_named(failures: Failures) -> None:
+    layers = [
+        parallelize_module(integer_linear(6, 8, True), mesh(), style(input_layouts=Shard(2)))
+        for style in STYLES
+    ]
+    for layer in layers:
+        failures.raises("cuts dim 2, but the tensor has 2 dims", layer, torch.ones(2, 6))
+    for layer in (*layers, ColumnParallelLinear(6, 8), RowParallelLinear(6, 8)):
+        failures.raises("features], but its input is a NoneType", layer, None)
+        failures.raises("features], but its input is a number", layer, torch.ones(()))
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        named = {"weight": torch.ones(9, 7)}
+        shape = (4, 6) if kind is ColumnParallelLinear else (4, 6 // dist.get_world_size())
+        call = (torch.func.functional_call, kind(6, 8), named, torch.ones(shape))
+        failures.raises("its weight is a plain tensor of shape (9, 7)", *call)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.ranks((2, "gloo"))
+def test_parallel_infers_from_inputs_with_gradients(failures: Failures, style: type) -> None:
+    whole = integer_linear(6, 8, True)
+    layer = parallelize_module(copy.deepcopy(whole), mesh(), style(output_layouts=Replicate()))
+    for given in (Replicate(), Shard(0), Shard(1)):
+        input = distribute_tensor(integers(4, 6, seed=3), mesh(), [given]).requires_grad_()
+        with torch.inference_mode():
+            output = layer(input)
+        failures.expect(difference(output, whole(input.full_tensor()).detach()), given)
 
 
 def test_parallel_is_imported_when_asked_for():

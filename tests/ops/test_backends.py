@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
@@ -166,6 +167,33 @@ def test_backend_fake_runs_each_op_dry(failures: Failures) -> None:
         (8 // world, 6),
     )
     failures.expect(None if shapes else f"{output.shape}", "layer")
+    ids = torch.arange(8).view(4, 2) % (2 * world)
+    experts = (torch.ones(2, 6, 6).requires_grad_(), torch.ones(2, 6, 3))
+    made = overlap_torch.moe(torch.ones(4, 6), ids, torch.ones(4, 2), *experts, group=group)
+    made.sum().backward()
+    failures.equal(made.shape, (4, 6), "experts")
+    problems = [{"op": "gemm_allreduce", "m": 8, "n": 8, "k": 8}]
+    said = message_of(overlap_torch.tune, problems, group=group, device="cpu")
+    failures.holds("is fake, which runs none", said, "tune")
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+@pytest.mark.ranks((2, "gloo"))
+def test_styles_run_dry_on_tensors_without_memory(failures: Failures, kind: str) -> None:
+    """As PyTorch's styles do, for estimates of a model's memory."""
+    mesh = DeviceMesh.from_group(group_on("fake"), "cpu")
+    with torch.device("meta") if kind == "meta" else FakeTensorMode():
+        for layout in (Replicate(), Shard(0)):
+            model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 6))
+            plan = {
+                "0": OverlapColwiseParallel(input_layouts=layout),
+                "1": OverlapRowwiseParallel(output_layouts=layout),
+            }
+            output = parallelize_module(model, mesh, plan)(torch.ones(4, 6, requires_grad=True))
+            output.sum().backward()
+            failures.equal((output.shape, model[0].weight.grad.shape), ((4, 6), (8, 6)), layout)
+        layer = ColumnParallelLinear(6, 8, group=mesh)
+        failures.equal(layer(torch.ones(4, 6, requires_grad=True)).shape, (4, 4), "layer")
 
 
 # --- LocalTensorMode ---

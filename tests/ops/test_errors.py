@@ -319,6 +319,35 @@ def test_errors_of_the_other_operators(failures: Failures) -> None:
         check_call(failures, CASE, "after:", what)
 
 
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_errors_name_arguments_of_other_types(failures: Failures) -> None:
+    """Values that no schema takes raise no assertion inside PyTorch, and no AttributeError."""
+    ot, device = overlap_torch, rank_device()
+    x, w = torch.ones(2, 3, device=device), torch.ones(4, 3, device=device)
+    q, counts = torch.ones(1, 4, 2, 8, device=device), torch.tensor([1, 1])
+    ids = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    for said, call, *arguments in (
+        ("input must be a tensor, but it is a NoneType", ot.gemm_allreduce, None, w),
+        ("bias must be a tensor or None, but it is a float", ot.gemm_allreduce, x, w, 1.0),
+        ("layout torch.sparse_coo: call it with input.to_dense()", ot.gemm_allreduce, x.to_sparse(), w),
+        ("weight must be a tensor [N, K] or a seq", ot.allgather_gemm, x, None),
+        ("weights must be a list, each a tensor, but it is a list with str", ot.allgather_gemm, x, "w"),
+        ("send_rows must be a list, each a number, but it is a Tensor", ot.gemm_alltoall, x, w, counts, counts),
+        ("send_rows must be a list, each a number, but it is a list with float", ot.gemm_alltoall, x, w, [1.0], [1]),
+        ("partial must be a tensor", ot.allreduce_rmsnorm, None, x, w[0]),
+        ("k must be a tensor", ot.context_parallel_attention, q, None, q),
+        ("topk_ids must be a tensor", ot.moe, x, None, ids, w, w),
+        ("moe: down must be a tensor or a list", ot.moe, x, ids, ids.float(), w[None], None),
+        ("total must be an integer, but it is a str", ot.token_positions, "4"),
+        ("tokens must be 0 or more, but it is -4", ot.nn.token_slice, -4),
+        ("in_features must be 0 or more, but it is -6", ot.nn.RowParallelLinear, -6, 8),
+        ("out_features must be an integer, but it is a float", ot.nn.ColumnParallelLinear, 6, 8.0),
+        ("tokens must be an integer", ot.nn.ColumnParallelLinear(3, 8, sequence_parallel=True), x, 4.0),
+    ):  # fmt: skip
+        failures.raises(said, call, *arguments)
+    check_call(failures, CASE, "after arguments of other types")
+
+
 @pytest.mark.ranks((1, "gloo"))
 @pytest.mark.fresh()
 def test_errors_without_a_process_group_name_the_remedy(failures: Failures) -> None:

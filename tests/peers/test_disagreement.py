@@ -68,6 +68,17 @@ def test_disagreement_about_the_problem_raises_on_every_rank(failures: Failures,
     disagree(failures, op)
 
 
+@pytest.mark.ranks((2, "gloo"))
+def test_disagreement_about_the_choices_of_experts_is_named(failures: Failures) -> None:
+    choices = 1 + dist.get_rank()
+    ids, shares = torch.zeros(2, choices, dtype=torch.int64), torch.ones(2, choices)
+    operands = (torch.ones(2, 6), ids, shares, torch.ones(1, 6, 6), torch.ones(1, 6, 3))
+    message = message_of(overlap_torch.moe, *operands)
+    for part in ("top 1 of [1, 1]", "top 2 of [1, 1]"):
+        failures.holds(part, message, "experts")
+    check_call(failures, CASE, "after")
+
+
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"))
 def test_disagreement_about_the_order_raises_on_every_rank(failures: Failures) -> None:
     """One rank makes two calls in the other order; then two other ops."""

@@ -281,7 +281,11 @@ def test_explain_command_draws_a_saved_plan_of_a_machine_in_words(tmp_path, caps
     [
         (["--machine", "h300"], "--machine is 'h300', allowed are here, h200, or fields like"),
         (["--machine", "arch=x"], "--machine is 'arch=x', allowed are here, h200"),
-        (["--machine", "h200", "--m", "-1"], "m = -1, allowed are 0"),
+        (["--machine", "h200", "--m", "-1"], "--m is -1, allowed are 0 and more"),
+        (["--m", "-1"], "--m is -1, allowed are 0 and more"),
+        (["--plan", "/nowhere.json"], "--plan is /nowhere.json, which is no saved plan"),
+        (["--plan", __file__], "test_explain.py, which is no saved plan"),
+        (["--plot", "/nowhere/x.svg"], "--plot is /nowhere/x.svg, but there is no folder /nowhere"),
         (["--op", "none"], "invalid choice: 'none'"),
     ],
 )
