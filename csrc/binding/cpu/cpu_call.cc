@@ -15,7 +15,7 @@ class CpuCall {
         machine_(cpu_machine()),
         entry_(call.group->plan(call.problem, at::kCPU, machine_)) {
     if (debug_enabled()) call.group->compare("plan", plan().to_string(), at::kCPU);
-    call.group->announce(call.description(), entry_->communication_hash);
+    call.group->announce(call.description(), entry_->communication_hash, call.row_counts());
     entry_->tally->count();
   }
 
@@ -109,7 +109,8 @@ bool takes_composition(const OpCall& call) {
         call.problem, at::kCPU,
         "no plan on CPU is batch-invariant: blocks of 128 rows, whose terms "
         "are gathered and added in rank order");
-    if (call.group->runs_plans(at::kCPU)) call.group->announce(call.description(), 0);
+    if (call.group->runs_plans(at::kCPU))
+      call.group->announce(call.description(), 0, call.row_counts());
     return true;
   }
   if (call.group->runs_plans(at::kCPU)) return false;

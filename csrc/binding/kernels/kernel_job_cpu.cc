@@ -57,7 +57,8 @@ class CpuRunner : public KernelCall::Runner {
  private:
   bool communicates_first() const { return plan_.problem.traits().gathers(); }
   void announce(const std::string& text) {
-    job_.group()->announce(text, plan::communication_hash(plan_));
+    const RowCounts rows = {job_.job().send_rows, job_.job().receive_rows};
+    job_.group()->announce(text, plan::communication_hash(plan_), rows);
   }
 
   void check_counts() {

@@ -194,12 +194,17 @@ void CallBoard::meet() {
 
 CallBoard::~CallBoard() = default;
 
-void CallBoard::announce(const std::string& problem, uint64_t plan) {
+void CallBoard::announce(const std::string& problem, uint64_t plan, const RowCounts& rows) {
   agree();  // of a call that failed here before it communicated
   if (!error_.empty()) communication_failed(error_);
   own_ = {};
   own_.plan = plan;
   problem.copy(own_.problem, sizeof(own_.problem) - 1);
+  const auto note = [](at::IntArrayRef counts, int64_t* to) {
+    std::copy_n(counts.begin(), std::min(counts.size(), CallNote::kRanks), to);
+  };
+  note(rows.sent, own_.sent);
+  note(rows.received, own_.received);
   ++call_;
   pending_ = true;
   if (shared_ != nullptr) {
@@ -256,10 +261,10 @@ void CallBoard::agree() {
 // Every rank sees the same notes, and says the same.
 void CallBoard::compare(const std::vector<CallNote>& notes) const {
   const auto differs = [&](const CallNote& note) {
-    return std::memcmp(&note, &notes.front(), sizeof(note)) != 0;
+    return note.plan != notes.front().plan || std::strcmp(note.problem, notes.front().problem) != 0;
   };
   const auto other = std::find_if(notes.begin(), notes.end(), differs);
-  if (other == notes.end()) return;
+  if (other == notes.end()) return compare_rows(notes);
   const bool same_problem = std::strcmp(other->problem, notes.front().problem) == 0;
   communication_failed(c10::str("overlap_torch: ranks of group '", options_.name,
                                 "' disagree about call ", call_, ": rank 0 called ",
@@ -268,6 +273,23 @@ void CallBoard::compare(const std::vector<CallNote>& notes) const {
                                 ". Nothing was communicated for this call. All ranks must call the "
                                 "same ops with the same M, N, K and "
                                 "dtype, in the same order, and set the same plans."));
+}
+
+void CallBoard::compare_rows(const std::vector<CallNote>& notes) const {
+  const size_t ranks = std::min(notes.size(), CallNote::kRanks);
+  for (size_t from = 0; from < ranks; ++from) {
+    for (size_t to = 0; to < ranks; ++to) {
+      const int64_t sent = notes[from].sent[to];
+      const int64_t expected = notes[to].received[from];
+      if (sent == expected) continue;
+      communication_failed(
+          c10::str("overlap_torch: ranks of group '", options_.name,
+                   "' disagree about the rows of call ", call_, ", ", own_.problem, ": rank ", from,
+                   " sends ", sent, " rows to rank ", to, ", which expects ", expected,
+                   ". Nothing was communicated for this call. Exchange the counts "
+                   "before the call, so that recv_rows are the other ranks' send_rows."));
+    }
+  }
 }
 
 std::string CallBoard::failure(const std::string& message) const {

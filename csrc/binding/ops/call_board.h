@@ -15,10 +15,19 @@
 
 namespace overlap::binding {
 
+// The rows of an all-to-all to and from each rank; else empty.
+struct RowCounts {
+  at::IntArrayRef sent;
+  at::IntArrayRef received;
+};
+
 // A rank's note of a call.
 struct CallNote {
-  uint64_t plan = 0;       // a hash: ranks with other plans do not communicate alike
-  char problem[248] = {};  // text, cut off
+  uint64_t plan = 0;                    // a hash: ranks with other plans do not communicate alike
+  char problem[248] = {};               // text, cut off
+  static constexpr size_t kRanks = 64;  // the first ones, whose rows are compared
+  int64_t sent[kRanks] = {};
+  int64_t received[kRanks] = {};
 };
 
 class SharedNotes;
@@ -44,7 +53,7 @@ class CallBoard {
   CallBoard& operator=(const CallBoard&) = delete;
 
   // A call begins.
-  void announce(const std::string& problem, uint64_t plan);
+  void announce(const std::string& problem, uint64_t plan, const RowCounts& rows);
 
   // Returns when all ranks have announced the call that this one announced last, and throws on every rank if
   // their notes differ: nothing has been communicated then, and the next call may agree. Throws, and so
@@ -55,6 +64,7 @@ class CallBoard {
   void meet();
   void gather();
   void compare(const std::vector<CallNote>& notes) const;
+  void compare_rows(const std::vector<CallNote>& notes) const;
   std::string failure(const std::string& message) const;
   [[noreturn]] void fail(const std::string& message);
 

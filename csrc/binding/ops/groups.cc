@@ -298,7 +298,7 @@ void GroupEntry::compare_counts(at::IntArrayRef send_rows, at::IntArrayRef recv_
   }
 }
 
-void GroupEntry::announce(const std::string& problem, uint64_t plan) {
+void GroupEntry::announce(const std::string& problem, uint64_t plan, const RowCounts& rows) {
   if (board_ == nullptr) {
     // Other backends pair our calls as they pair those of PyTorch.
     if (!runs_plans(at::kCPU)) return;
@@ -311,7 +311,7 @@ void GroupEntry::announce(const std::string& problem, uint64_t plan) {
     options.group = group_;
     board_ = std::make_unique<CallBoard>(std::move(options));
   }
-  board_->announce(problem, plan);
+  board_->announce(problem, plan, rows);
 }
 
 void GroupEntry::agree() const {

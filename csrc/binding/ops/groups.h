@@ -131,7 +131,8 @@ class GroupEntry final : public cpu::Group {
 
   // A call on CPU begins, and its comparison with what the other ranks call, which comes before the first
   // thing that is communicated. See CallBoard.
-  [[gnu::visibility("default")]] void announce(const std::string& problem, uint64_t plan);
+  [[gnu::visibility("default")]] void announce(const std::string& problem, uint64_t plan,
+                                               const RowCounts& rows = {});
   void agree() const override;
   [[noreturn]] void fail(const std::string& message) const override;
 

@@ -41,6 +41,7 @@ struct OpCall {
   kernels::FinishParams* finish = nullptr;
 
   std::string description() const { return problem.to_string() + dims; }
+  RowCounts row_counts() const { return {send_rows, recv_rows}; }
   const at::Tensor& weight() const { return weights.front(); }
   const std::optional<at::Tensor>& bias() const { return biases.front(); }
   at::ScalarType output_dtype() const {

@@ -24,7 +24,7 @@ void compare_local_call(const OpCall& call) {
                                   ? "a group of one has nothing to communicate"
                                   : "M, N or K is 0: there is nothing to overlap");
   if (!call.input.is_cpu() || call.problem.world_size == 1) return;
-  call.group->announce(call.description(), 0);
+  call.group->announce(call.description(), 0, call.row_counts());
   call.group->agree();
 }
 
