@@ -113,24 +113,27 @@ def test_disagreement_about_the_plan_raises_on_every_rank(failures: Failures) ->
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"))
 def test_disagreement_about_the_rows_of_an_alltoall_is_named(failures: Failures) -> None:
     """Of the op and of a kernel's job, with results and without columns; calls before and after are right."""
-    rank, world = place()
-    last = rank == world - 1
+    world = dist.get_world_size()
+    last = dist.get_rank() == world - 1
     sends, receives = [4] * world, [4] * world
     if last:
         receives[0] = 3
 
     def op(columns: int) -> object:
-        x, weight = torch.ones(4 * world, 8), torch.ones(8, columns)
+        x, weight = torch.ones(4 * world, 8), torch.ones(columns, 8)
         return overlap_torch.gemm_alltoall(x, weight, sends, receives)
 
     def job() -> None:
         how = {"tile": (2, 8), "send_rows": sends, "recv_rows": receives}
-        with overlap_torch.produce("gemm_alltoall", (4 * world, 8), torch.float32, **how) as made:
+        with overlap_torch.produce("all_to_all", (4 * world, 8), torch.float32, **how) as made:
             made.output.fill_(1.0)
             for tile in range(made.tiles):
                 made.counters[made.tile_chunk[tile]] += 1
 
-    parts = (f"rank 0 sends 4 rows to rank {world - 1}, which expects 3", "Nothing was communicated")
+    parts = (
+        f"rank 0 sends 4 rows to rank {world - 1}, which expects 3",
+        "Nothing was communicated",
+    )
     for compute in (lambda: op(8), lambda: op(0), job):
         check_call(failures, CASE, "before", op="gemm_alltoall")
         failures.says(message_of(compute), parts)
