@@ -181,7 +181,8 @@ def test_backend_fake_runs_each_op_dry(failures: Failures) -> None:
 @pytest.mark.ranks((2, "gloo"))
 def test_styles_run_dry_on_tensors_without_memory(failures: Failures, kind: str) -> None:
     """As PyTorch's styles do, for estimates of a model's memory."""
-    mesh = DeviceMesh.from_group(group_on("fake"), "cpu")
+    # A name of its own: PyTorch's cache of DTensor operators takes an equal mesh for this one, also in later tests.
+    mesh = DeviceMesh.from_group(group_on("fake"), "cpu", mesh_dim_names=("dry",))
     with torch.device("meta") if kind == "meta" else FakeTensorMode():
         for layout in (Replicate(), Shard(0)):
             model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 6))
