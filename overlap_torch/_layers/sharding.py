@@ -24,6 +24,12 @@ def place_in(group: str) -> tuple[int, int]:
     return members.size(), members.rank()
 
 
+def check_linear(linear: object) -> None:
+    """Raises TypeError unless it is a ``torch.nn.Linear``."""
+    if not isinstance(linear, torch.nn.Linear):
+        raise TypeError(f"from_linear takes torch.nn.Linear, but it is a {type(linear).__name__}")
+
+
 def checked_count(name: str, value: int) -> int:
     """The number; raises TypeError or ValueError unless it is 0 or more."""
     if not isinstance(value, (int, torch.SymInt)):

@@ -77,7 +77,12 @@ def tune(
     if problems is None:
         wanted = [problem for problem, _ in called(name, where.type)]
     else:
-        wanted = list(problems)
+        wanted = list(problems) if isinstance(problems, Iterable) else [problems]
+        for problem in wanted:
+            if not isinstance(problem, Problem):
+                raise TypeError(
+                    f"tune takes plan.types.Problem, several of them, but got a {type(problem).__name__}"
+                )
     session = Session(name, members, where, most, repeats, cache, list(plans))
     wanted = session.agree_on(wanted)
     for problem in wanted:

@@ -263,6 +263,8 @@ def report(model: torch.nn.Module | None = None) -> Report:
     Calls are counted in this process since each process group was made; CUDA graphs count at capture, not at replay.
     The report does not communicate, and need not be called on every rank.
     """
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"report takes a module or None, but it is a {type(model).__name__}")
     found = Report(_rows(model))
     modules = () if model is None else model.modules()
     notes = (module.__dict__.get(_NOTE, tuple) for module in modules)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from overlap_torch._layers.dtensor import Placements, is_foreign
 from overlap_torch._layers.sharding import (
     GatherParts,
+    check_linear,
     checked_count,
     pad_end,
     shard_range,
@@ -108,6 +109,8 @@ class ColumnParallelLinear(ParallelLinear):
         """
         several = isinstance(linear, (Sequence, torch.nn.ModuleList))
         linears = list(linear) if several else [linear]
+        for each in linears:
+            check_linear(each)
         out_features = [each.out_features for each in linears]
         bias = [each.bias is not None for each in linears]
         in_features = [each.in_features for each in linears]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from overlap_torch._layers.dtensor import local_parts, wrap
 from overlap_torch._layers.meshes import group_mesh, note_mesh
-from overlap_torch._layers.sharding import place_in, shard_range
+from overlap_torch._layers.sharding import checked_count, place_in, shard_range
 from overlap_torch._moe.activation import Gate
 from overlap_torch._moe.functions import moe
 from overlap_torch._ops import Group, group_name
@@ -65,6 +65,9 @@ class MoE(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        for name, value in (sizes | {"num_experts": num_experts}).items():
+            checked_count(name, value)
         if min(hidden_size, intermediate_size, num_experts) < 1:
             raise ValueError(
                 "hidden_size, intermediate_size and num_experts are at least 1, but got "

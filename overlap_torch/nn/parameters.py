@@ -262,6 +262,8 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     It gathers parallel layers' parts and other DTensors. It is a collective call: every rank of each DTensor's mesh makes
     it on the same module.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"full_state_dict takes a module, but it is a {type(module).__name__}")
     state = module.state_dict()
     for path, layer in module.named_modules():
         if isinstance(layer, CutParameters):

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from overlap_torch._layers.dtensor import Placements, is_foreign
-from overlap_torch._layers.sharding import SumGradient, TakePart, checked_count
+from overlap_torch._layers.sharding import SumGradient, TakePart, check_linear, checked_count
 from overlap_torch._ops import Group
 from overlap_torch.nn.linear import ParallelLinear
 
@@ -83,6 +83,7 @@ class RowParallelLinear(ParallelLinear):
         fp8: str | None = None,
     ) -> RowParallelLinear:
         """Copies this rank's part of a ``torch.nn.Linear`` that every rank of the group holds in full."""
+        check_linear(linear)
         layer = cls(
             linear.in_features,
             linear.out_features,

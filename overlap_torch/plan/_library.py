@@ -94,6 +94,8 @@ def set_plan(plan: Plan, *, device: Device = None, group: Group = None) -> None:
     """
     import torch
 
+    if not isinstance(plan, Plan):
+        raise TypeError(f"set_plan takes a plan.types.Plan, but it is a {type(plan).__name__}")
     where = device_of(device, plan)
     check_on(where, plan)
     torch.ops.overlap.set_plan(encode(plan), where, _group_name(group))

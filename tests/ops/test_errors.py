@@ -342,6 +342,13 @@ def test_errors_name_arguments_of_other_types(failures: Failures) -> None:
         ("tokens must be 0 or more, but it is -4", ot.nn.token_slice, -4),
         ("in_features must be 0 or more, but it is -6", ot.nn.RowParallelLinear, -6, 8),
         ("out_features must be an integer, but it is a float", ot.nn.ColumnParallelLinear, 6, 8.0),
+        ("hidden_size must be an integer, but it is a str", ot.nn.MoE, "8", 4, 2),
+        ("from_linear takes torch.nn.Linear, but it is a Conv1d", ot.nn.RowParallelLinear.from_linear, torch.nn.Conv1d(2, 2, 1)),
+        ("from_linear takes torch.nn.Linear, but it is a NoneType", ot.nn.ColumnParallelLinear.from_linear, None),
+        ("full_state_dict takes a module, but it is a str", ot.nn.full_state_dict, "model"),
+        ("report takes a module or None, but it is a str", ot.report, "model"),
+        ("tune takes plan.types.Problem, several of them, but got a int", ot.tune, 3),
+        ("set_plan takes a plan.types.Plan, but it is a dict", ot.plan.set_plan, {}),
         ("tokens must be an integer", ot.nn.ColumnParallelLinear(3, 8, sequence_parallel=True), x, 4.0),
     ):  # fmt: skip
         failures.raises(said, call, *arguments)
