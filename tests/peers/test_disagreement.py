@@ -112,7 +112,7 @@ def test_disagreement_about_the_plan_raises_on_every_rank(failures: Failures) ->
 
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"))
 def test_disagreement_about_the_rows_of_an_alltoall_is_named(failures: Failures) -> None:
-    """Of the op and of a kernel's job, with results and without columns; calls before and after are right."""
+    """The op, with columns and without, and a job of a kernel; calls before and after are right."""
     world = dist.get_world_size()
     last = dist.get_rank() == world - 1
     sends, receives = [4] * world, [4] * world
