@@ -56,9 +56,8 @@ def redistribute(tensor: DTensor, placements: Placements) -> DTensor:
     """``DTensor.redistribute``, in its mesh."""
     if torch.compiler.is_compiling():
         return tensor.redistribute(placements=placements)
-    if (
-        torch.is_inference_mode_enabled()
-    ):  # PyTorch cannot detach a DTensor that requires a gradient
+    # PyTorch cannot detach a DTensor that requires a gradient in inference mode.
+    if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             return tensor.redistribute(placements=placements)
     if not torch.is_grad_enabled():

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import register_flop_formula
 from overlap_torch._moe.activation import FORM, gate_backward, sums_of_experts
 from overlap_torch._moe.ops import ROUTES, complete, define, row_shares, share_gradients
 from overlap_torch._moe.products import flops_hidden
+from overlap_torch._ops.composition import accumulated
 
 _ops = torch.ops.overlap
 _SAVE_PRODUCTS = ("rows", "gate_up")
@@ -26,7 +27,7 @@ def _experts(x, rows, gate_up, up, bias, down, down_bias, topk_weights, offs, *h
     *form, early, tokens, choices = how[:9]
     *routes, ranks_first, save, group = how[9:]
     weighs = early and topk_weights is not None
-    shares = row_shares(topk_weights, routes, group, rows) if weighs else None
+    shares = row_shares(topk_weights, routes, group, accumulated(rows.dtype)) if weighs else None
     hidden, *parts = _ops._moe_hidden(
         rows, gate_up, up, bias, shares, offs, *form, save in _SAVE_PRODUCTS
     )
@@ -61,7 +62,8 @@ def _backward(ctx, grad, *_):
     needs_x, needs_rows, needs_gate, needs_up, needs_bias, *needs = ctx.needs_input_grad[:8]
     needs_down, needs_down_bias, needs_shares = needs
     given = _ops._moe_spread(grad, ctx.choices, *routes, ctx.ranks_first, ctx.group)
-    shares = None if weights is None else row_shares(weights, routes, ctx.group, given)
+    wide = accumulated(given.dtype)
+    shares = None if weights is None else row_shares(weights, routes, ctx.group, wide)
     compute = _ops._moe_gate_backward
     again = torch.is_grad_enabled()  # a second derivative: of operators that have one
     if again:
@@ -76,8 +78,8 @@ def _backward(ctx, grad, *_):
     late = None if ctx.early else shares
     if down_bias is not None and late is not None:
         # Eight times the bias, as the columns of a weight are multiples of eight.
-        wide = down_bias[:, None, :].expand(-1, 8, -1).contiguous()
-        dots = dots + _ops._moe_linear(given, wide, offs)[:, :1].to(dots.dtype)
+        eight = down_bias[:, None, :].expand(-1, 8, -1).contiguous()
+        dots = dots + _ops._moe_linear(given, eight, offs)[:, :1].to(dots.dtype)
     pairs = [(of_hidden, gate_up)] if up is None else [(of_hidden, gate_up), (of_up, up)]
     of_x = of_rows = None
     both = of_hidden if up is None else torch.cat((of_hidden, of_up), 1) if needs_bias else None

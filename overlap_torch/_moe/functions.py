@@ -400,5 +400,4 @@ def moe(
 
 def shares_of_rows(weights: torch.Tensor, route: Route) -> torch.Tensor:
     """[..., K] to [R, 1]: each row's share."""
-    routes, place, _, source, splits = route.routes
-    return _ops._moe_away(weights.reshape(-1, 1), routes, place, source, splits, route.group)
+    return ops.row_shares(weights, route.routes, route.group, weights.dtype)

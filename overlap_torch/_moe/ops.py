@@ -358,17 +358,17 @@ def _combine_backward(ctx, grad):
         return rows, *(None,) * 10
     # A second derivative follows the composition; the operator has none of its own.
     compute = _weigh if torch.is_grad_enabled() else _ops._moe_weigh
-    for_results, dots = compute(rows, results, row_shares(weights, routes, ctx.group, results))
+    wide = accumulated(results.dtype)
+    for_results, dots = compute(rows, results, row_shares(weights, routes, ctx.group, wide))
     needs_shares = ctx.needs_input_grad[1]
     for_shares = share_gradients(dots, weights, routes, ctx.group) if needs_shares else None
     return for_results, for_shares, *(None,) * 9
 
 
-def row_shares(weights, routes, group: str, rows: torch.Tensor) -> torch.Tensor:
-    """[T, K] to [R, 1]: each row's share, in the type of the rows' sums."""
+def row_shares(weights, routes, group: str, dtype: torch.dtype) -> torch.Tensor:
+    """[..., K] to [R, 1]: each row's share, in a dtype."""
     home, place, _, source, splits = routes
-    flat = weights.reshape(-1, 1).to(accumulated(rows.dtype))
-    return _ops._moe_away(flat, home, place, source, splits, group)
+    return _ops._moe_away(weights.reshape(-1, 1).to(dtype), home, place, source, splits, group)
 
 
 def share_gradients(dots, weights, routes, group: str) -> torch.Tensor:
