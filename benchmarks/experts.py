@@ -47,6 +47,7 @@ OVER_NCCL, LIMITED = {"transport": "nccl"}, {"max_rows": 1.1}
 OPTIONS: dict[str, dict] = {
     "moe over NCCL": OVER_NCCL,
     "moe": {},
+    "copies": {"transport": "copies"},
     "max_rows": LIMITED,
     "by ranks over NCCL": OVER_NCCL | {"sum_order": "ranks"},
     "by ranks": {"sum_order": "ranks"},

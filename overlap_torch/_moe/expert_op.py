@@ -1,4 +1,4 @@
-"""A rank's experts with the way home of their results: one operator, whose backward needs no results and no activations."""
+"""The second half of a rank's experts, with the gradients of both halves: backward needs no results and no activations."""
 
 from __future__ import annotations
 
@@ -7,72 +7,67 @@ from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._moe.activation import FORM, gate_backward, sums_of_experts
 from overlap_torch._moe.ops import ROUTES, complete, define, row_shares, share_gradients
-from overlap_torch._moe.products import flops_hidden
+from overlap_torch._moe.products import flops
 from overlap_torch._ops.composition import accumulated
 
 _ops = torch.ops.overlap
-_SAVE_PRODUCTS = ("rows", "gate_up")
 
 
 @define(
-    "_moe_experts(Tensor? x, Tensor rows, Tensor gate_up, Tensor? up, Tensor? bias, Tensor down, Tensor? down_bias, "
-    f"Tensor? topk_weights, Tensor offs, {FORM}, bool early, SymInt tokens, int choices, {ROUTES}, bool ranks_first, str save, str group) -> (Tensor, Tensor, Tensor)"
+    "_moe_experts(Tensor? x, Tensor rows, Tensor hidden, Tensor? kept, Tensor? kept_up, Tensor gate_up, Tensor? up, Tensor? bias, Tensor down, "
+    f"Tensor? down_bias, Tensor? topk_weights, Tensor offs, {FORM}, bool early, SymInt tokens, int choices, {ROUTES}, bool ranks_first, bool keep_rows, "
+    "bool copies, str group) -> Tensor"
 )
-def _experts(x, rows, gate_up, up, bias, down, down_bias, topk_weights, offs, *how):
-    """`_moe_hidden`, then `_moe_down`; and the products before the gate, if they are saved.
+def _experts(x, rows, hidden, kept, kept_up, gate_up, up, bias, down, down_bias, *rest):
+    """`_moe_down` of ``hidden``, which `_moe_hidden` made of the rows, with the gradients of both and of the way to the rows.
 
-    The shares multiply before down if they are `early`, else after it. `x` [T, H]: the tokens that became the rows; it gets
-    the rows' gradients, summed. Without it the rows get them. ``save`` is what `moe` saves, or empty: there is no backward.
+    The shares multiplied the hidden rows if they are `early`, else they multiply the results. `x` [T, H]: the tokens that became
+    the rows; it gets the rows' gradients, summed. Without it the rows get them. ``kept``, ``kept_up``: the products before the
+    gate; None: backward makes them again, and the rows, too, unless it may ``keep_rows``. ``copies``: backward, too, multiplies the
+    rows of this rank's own tokens while copy engines carry the others.
     """
-    *form, early, tokens, choices = how[:9]
-    *routes, ranks_first, save, group = how[9:]
-    weighs = early and topk_weights is not None
-    shares = row_shares(topk_weights, routes, group, accumulated(rows.dtype)) if weighs else None
-    hidden, *parts = _ops._moe_hidden(
-        rows, gate_up, up, bias, shares, offs, *form, save in _SAVE_PRODUCTS
-    )
+    topk_weights, offs, *how = rest
+    early, tokens, choices = how[6:9]
+    *routes, ranks_first, _, _, group = how[9:]
     late = None if early else topk_weights
     how = (late, tokens, choices, *routes, ranks_first, group)
-    return _ops._moe_down(hidden, down, down_bias, offs, *how), *parts
+    return _ops._moe_down(hidden, down, down_bias, offs, *how)
 
 
-def _fake_experts(x, rows, gate_up, up, bias, down, down_bias, topk_weights, offs, *how):
-    tokens, keep = how[7], how[-2] in _SAVE_PRODUCTS
-    kept = (rows.shape[0], gate_up.shape[1])
-    shapes = [kept if keep else 0, kept if keep and up is not None else 0]
-    return rows.new_empty((tokens, down.shape[1])), *(rows.new_empty(each) for each in shapes)
+def _fake_experts(x, rows, hidden, kept, kept_up, gate_up, up, bias, down, *rest):
+    return rows.new_empty((rest[10], down.shape[1]))
 
 
 def _keep(ctx, inputs, output) -> None:
-    (x, rows, *operands), how = inputs[:9], inputs[9:]
+    (x, rows, _, *operands), how = inputs[:12], inputs[12:]
     *ctx.form, ctx.early, ctx.tokens, ctx.choices = how[:9]
-    *routes, ctx.ranks_first, save, ctx.group = how[9:]
-    rows = rows if save == "rows" else None
-    parts = output[1:] if save in _SAVE_PRODUCTS else (None, None)
-    ctx.save_for_backward(x, rows, *operands, *parts, *routes)
-    ctx.set_materialize_grads(False)
+    *routes, ctx.ranks_first, keep_rows, ctx.copies, ctx.group = how[9:]
+    ctx.save_for_backward(x, rows if keep_rows else None, *operands, *routes)
 
 
 def _backward(ctx, grad, *_):
-    if grad is None:
-        return (None,) * len(ctx.needs_input_grad)
     saved = ctx.saved_tensors  # checkpoints let it be read once
-    x, rows, gate_up, up, bias, down, down_bias, weights, offs, *parts = saved[:11]
+    x, rows, *parts, gate_up, up, bias, down, down_bias, weights, offs = saved[:11]
     routes = saved[11:]
-    needs_x, needs_rows, needs_gate, needs_up, needs_bias, *needs = ctx.needs_input_grad[:8]
-    needs_down, needs_down_bias, needs_shares = needs
-    given = _ops._moe_spread(grad, ctx.choices, *routes, ctx.ranks_first, ctx.group)
-    wide = accumulated(given.dtype)
+    needs_x, needs_rows, _, _, _, needs_gate, needs_up, *needs = ctx.needs_input_grad[:11]
+    needs_bias, needs_down, needs_down_bias, needs_shares = needs
+    way = (ctx.choices, *routes, ctx.ranks_first)
+    turned_down = down.transpose(1, 2)
+    wide = accumulated(grad.dtype)
     shares = None if weights is None else row_shares(weights, routes, ctx.group, wide)
     compute = _ops._moe_gate_backward
     again = torch.is_grad_enabled()  # a second derivative: of operators that have one
     if again:
         compute = gate_backward
+    if ctx.copies and not again:
+        given, product = _ops._moe_spread_linear(grad, *way, turned_down, offs, ctx.group)
+    else:
+        given = _ops._moe_spread(grad, *way, ctx.group)
+        product = _ops._moe_linear(given, turned_down, offs)
     if rows is None or (again and x is not None):
-        rows = _ops._moe_spread(x, ctx.choices, *routes, ctx.ranks_first, ctx.group)
+        rows = _ops._moe_spread(x, *way, ctx.group)
     if parts[0] is None or again:
         parts = [None if w is None else _ops._moe_linear(rows, w, offs) for w in (gate_up, up)]
-    product = _ops._moe_linear(given, down.transpose(1, 2), offs)
     operands = (parts[0], None if up is None else parts[1], bias, shares, offs)
     of_hidden, of_up, active, dots = compute(product, *operands, *ctx.form)
     late = None if ctx.early else shares
@@ -94,13 +89,14 @@ def _backward(ctx, grad, *_):
     return (
         of_x,
         of_rows,
+        *(None,) * 3,
         _ops._moe_weight_gradient(of_hidden, rows, offs) if needs_gate else None,
         _ops._moe_weight_gradient(of_up, rows, offs) if needs_up else None,
         sums_of_experts(both, None, offs) if needs_bias else None,
         _ops._moe_weight_gradient(given, active, offs) if needs_down else None,
         sums_of_experts(given, late, offs) if needs_down_bias else None,
         share_gradients(dots, weights, routes, ctx.group) if needs_shares else None,
-        *(None,) * (len(ctx.needs_input_grad) - 8),
+        *(None,) * (len(ctx.needs_input_grad) - 11),
     )
 
 
@@ -108,5 +104,5 @@ complete({"_moe_experts": _fake_experts}, {"_moe_experts": (_backward, _keep)})
 
 
 @register_flop_formula(_ops._moe_experts)
-def _flops(x, rows: torch.Size, gate_up: torch.Size, up, bias, down: torch.Size, *args, **kwargs):
-    return flops_hidden(rows, gate_up, up) + 2 * rows[0] * down[-2] * down[-1]
+def _flops(*args: object, **kwargs: object) -> int:
+    return flops(args[2], args[8])

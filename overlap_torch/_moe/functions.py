@@ -112,7 +112,9 @@ def _way(
     if sum_order not in ("choices", "ranks"):
         raise ValueError(f'sum_order is "choices" or "ranks", but got {sum_order!r}')
     if transport not in (None, "peer", "nccl"):
-        raise ValueError(f'transport is None, "peer" or "nccl", but got {transport!r}')
+        raise ValueError(
+            f'transport is None, "peer", "nccl" or, of moe, "copies", but got {transport!r}'
+        )
     if limits != (None, None) and (None in limits or min(limits) < 1):
         raise ValueError(
             f"max_tokens and max_rows are given together, each at least 1, but got {limits[0]} and {limits[1]}"
@@ -198,11 +200,15 @@ def moe_dispatch(
     return _dispatched(x, topk_ids, experts, align, way)
 
 
+def _by_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """[..., N] to [T, N], as many leading dims as they have."""
+    return [each.reshape(each.shape[:-1].numel(), each.shape[-1]) for each in tensors]
+
+
 def _dispatched(
     x: torch.Tensor, topk_ids: torch.Tensor, experts: list[int], align: int, way: _Way
 ) -> tuple[torch.Tensor, Route]:
-    tokens = x.reshape(topk_ids.shape[:-1].numel(), x.shape[-1])
-    ids = topk_ids.reshape(tokens.shape[0], topk_ids.shape[-1])
+    tokens, ids = _by_rows(x, topk_ids)
     rows, offs, counts, *routes = _ops.moe_dispatch(tokens, ids, experts, align, *way)
     return rows, Route(offs, counts, tuple(topk_ids.shape), tuple(routes), *way[3:])
 
@@ -295,6 +301,16 @@ def _check_experts(x, gate_up, down, gate_up_bias, down_bias, activation: Gate, 
             raise TypeError(f"moe takes {name} in x's dtype {x.dtype}, but it is {tensor.dtype}")
 
 
+def _check_options(shares_on: str, save: str) -> None:
+    if shares_on not in ("output", "hidden", "input"):
+        raise ValueError(f'shares_on is "output", "hidden" or "input", but got {shares_on!r}')
+    if save not in ("rows", "gate_up", "nothing") or (save != "rows" and shares_on == "input"):
+        raise ValueError(
+            'save is "rows", "gate_up" or "nothing", and only "rows" with shares_on="input", but got '
+            f"{save!r} with shares_on={shares_on!r}"
+        )
+
+
 def moe(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -344,7 +360,9 @@ def moe(
         save: what stays in memory for backward besides the tokens. ``"rows"``: the experts' rows [R, H], and the products with
             gate_up. ``"gate_up"``: the products; backward dispatches the tokens again. ``"nothing"``: backward also
             computes the products again. With ``shares_on="input"`` only ``"rows"``.
-        sum_order, max_tokens, max_rows, transport: as :func:`moe_dispatch`.
+        sum_order, max_tokens, max_rows, transport: as :func:`moe_dispatch`. ``transport="copies"``: as ``"peer"``, but copy
+            engines carry every token to every peer, and this package's grouped GEMM multiplies the rows of the rank's own tokens
+            meanwhile. It is never chosen by itself; no gain was measured on two GPUs, and four were not measured.
 
     Returns:
         [..., H], fresh, of x's dtype; zeros for a token without routes. Under autocast operands and result have autocast's
@@ -358,13 +376,7 @@ def moe(
     """
     name = group_name(group)
     gate = Gate(activation) if isinstance(activation, str) else activation
-    if shares_on not in ("output", "hidden", "input"):
-        raise ValueError(f'shares_on is "output", "hidden" or "input", but got {shares_on!r}')
-    if save not in ("rows", "gate_up", "nothing") or (save != "rows" and shares_on == "input"):
-        raise ValueError(
-            'save is "rows", "gate_up" or "nothing", and only "rows" with shares_on="input", but got '
-            f"{save!r} with shares_on={shares_on!r}"
-        )
+    _check_options(shares_on, save)
     check_tensors("moe", x=x, topk_ids=topk_ids, topk_weights=topk_weights)
     gate_up, (down,) = _one_weight("gate_up", gate_up, gate.gated), _one_weight("down", down, False)
     if interleaved and len(gate_up) == 2:
@@ -377,24 +389,40 @@ def moe(
     experts = _experts_of_ranks([own] * ranks if num_experts is None else num_experts, ranks)
     _check_experts(x, gate_up, down, gate_up_bias, down_bias, gate, experts[rank])
 
-    way = _way(x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
+    copies = transport == "copies"
+    carried = "peer" if copies else transport
+    way = _way(x, topk_ids, sum_order, (max_tokens, max_rows), carried, name)
     form, up = gate.form(interleaved), gate_up[1] if len(gate_up) == 2 else None
     has_backward = torch.is_grad_enabled() and any(
         each is not None and each.requires_grad for each in (*operands, topk_weights)
     )
     # The experts' backward sends the tokens' gradients home itself, unless shares come between tokens and rows.
-    direct = shares_on != "input"
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not direct):
-        rows, route = _dispatched(x, topk_ids, experts, 1, way)
-    if not direct:
+    direct, early = shares_on != "input", shares_on == "hidden"
+    keep = has_backward and save != "nothing"
+    weights = (gate_up[0], up, gate_up_bias)
+    tokens, ids = _by_rows(x, topk_ids)
+    if copies and shares_on == "output":
+        with torch.no_grad():
+            rows, offs, counts, *routes, hidden, kept, kept_up = _ops._moe_dispatch_hidden(
+                tokens, ids, experts, *way[:4], *weights, *form, keep, name
+            )
+        route = Route(offs, counts, tuple(topk_ids.shape), tuple(routes), *way[3:])
+    else:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not direct):
+            rows, route = _dispatched(x, topk_ids, experts, 1, way)
         wide = topk_weights.to(accumulated(x.dtype))
-        rows = (rows * shares_of_rows(wide, route)).to(x.dtype)
-    shares, tokens, choices = _by_token(topk_weights if direct else None, route)
-    token_rows = x.reshape(tokens, x.shape[-1]) if direct else None
-    weights = (gate_up[0], up, gate_up_bias, down, down_bias, shares)
-    how = (shares_on == "hidden", tokens, choices, *route.routes, route.ranks_first)
-    how += (save if has_backward else "", name)
-    output = _ops._moe_experts(token_rows, rows, *weights, route.offs, *form, *how)[0]
+        if not direct:
+            rows = (rows * shares_of_rows(wide, route)).to(x.dtype)
+        with torch.no_grad():
+            shares = shares_of_rows(wide, route) if early else None
+            how = (shares, route.offs, *form, keep)
+            hidden, kept, kept_up = _ops._moe_hidden(rows, *weights, *how)
+    shares, count, choices = _by_token(topk_weights if direct else None, route)
+    parts = (hidden, kept if keep else None, kept_up if keep and up is not None else None)
+    weights = (*weights, down, down_bias, shares, route.offs)
+    how = (early, count, choices, *route.routes, route.ranks_first, save == "rows", copies, name)
+    token_rows = tokens if direct else None
+    output = _ops._moe_experts(token_rows, rows, *parts, *weights, *form, *how)
     return output.view(*route.shape[:-1], down.shape[1])
 
 

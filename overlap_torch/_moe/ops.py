@@ -42,15 +42,13 @@ def define(schema: str):
     return registered
 
 
-# The operators over peers, for CUDA only: csrc/binding/cuda/moe_peers_cuda.cc. The last one is for Hopper only.
+# The operators over peers, for CUDA only: csrc/binding/cuda/moe_peers_cuda.cc and moe_home_cuda.cc.
 for _schema in (
     "_moe_peer_dispatch(Tensor x, Tensor ids, int[] experts, int align, bool ranks_first, int max_tokens, int max_rows, int limit, "
     "str group) -> (Tensor rows, Tensor offs, Tensor counts, Tensor home, Tensor source, Tensor splits)",
     "_moe_peer_spread(Tensor x, int choices, Tensor home, Tensor source, int stride, str group) -> Tensor",
     "_moe_peer_combine(Tensor results, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, int choices, "
     "bool ranks_first, str group) -> Tensor",
-    "_moe_peer_down(Tensor hidden, Tensor weight, Tensor? bias, Tensor offs, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, "
-    "int choices, str group) -> Tensor",
 ):
     library.define(_schema)
 
@@ -212,7 +210,7 @@ def _spread(x, choices, routes, place, sent, source, splits, ranks_first, group)
     "moe_dispatch(Tensor x, Tensor topk_ids, int[] experts, int align, int max_tokens, int max_rows, bool peers, bool ranks_first, "
     f"str group) -> (Tensor rows, Tensor offs, Tensor counts, {ROUTES})"
 )
-def _dispatch(x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group):
+def dispatch(x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group):
     """With a `max_rows` of 0 the host waits for the number of arriving rows."""
     if peers:
         rows, offs, counts, home, source, splits = _ops._moe_peer_dispatch(
@@ -295,7 +293,7 @@ def combine(results, topk_weights, tokens, choices, *how):
     return _ops._moe_sum(home, sent, None, tokens, splits.shape[1], False)
 
 
-def _fake_dispatch(x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group):
+def fake_dispatch(x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group):
     dynamic = torch.library.get_ctx().new_dynamic_size
     rows, own = max_rows or dynamic(), experts[group_rank(group)]
     ids = topk_ids.new_empty(0, dtype=torch.int64)
@@ -312,7 +310,7 @@ def _fake_dispatch(x, topk_ids, experts, align, max_tokens, max_rows, peers, ran
 
 
 _FAKES = {
-    "moe_dispatch": _fake_dispatch,
+    "moe_dispatch": fake_dispatch,
     "_moe_spread": lambda x, choices, *routes: x.new_empty((routes[3].shape[0], x.shape[1])),
     "_moe_home": lambda rows, r, p, s, t, total, g: rows.new_empty((total, rows.shape[1])),
     "_moe_away": lambda parts, r, p, s, t, g: parts.new_empty((s.shape[0], parts.shape[1])),

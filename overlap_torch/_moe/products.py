@@ -8,6 +8,7 @@ import functools
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from overlap_torch._moe import ops
 from overlap_torch._moe.activation import FORM, NO_ACTIVATION
 from overlap_torch._moe.ops import ROUTES, combine, complete, define, library, peer_stride
 
@@ -15,10 +16,18 @@ _ops = torch.ops.overlap
 
 _HIDDEN = "Tensor rows, Tensor weight, Tensor? up, Tensor? bias, Tensor? shares, Tensor offs"
 _KEPT = f"{FORM}, bool keep) -> (Tensor, Tensor, Tensor)"
-# For CUDA on Hopper only: csrc/binding/cuda/moe_cuda.cc.
+_DISPATCHED = "Tensor rows, Tensor offs, Tensor counts"
+_MADE = "Tensor hidden, Tensor kept, Tensor kept_up"
+# For CUDA on Hopper only: csrc/binding/cuda/moe_cuda.cc, moe_peers_cuda.cc and moe_home_cuda.cc.
 for _schema in (
     f"_moe_grouped({_HIDDEN}, {_KEPT}",
     "_moe_grouped_weights(Tensor grad, Tensor rows, Tensor offs) -> Tensor",
+    "_moe_peer_up(Tensor x, Tensor ids, int[] experts, bool ranks_first, int max_tokens, int max_rows, int limit, Tensor weight, "
+    f"Tensor? up, Tensor? bias, {FORM}, bool keep, str group) -> ({_DISPATCHED}, Tensor home, Tensor source, Tensor splits, {_MADE})",
+    "_moe_peer_spread_linear(Tensor x, int choices, Tensor home, Tensor source, int stride, Tensor weight, Tensor offs, "
+    "str group) -> (Tensor, Tensor)",
+    "_moe_peer_down(Tensor hidden, Tensor weight, Tensor? bias, Tensor offs, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, "
+    "int choices, str group) -> Tensor",
 ):
     library.define(_schema)
 
@@ -60,7 +69,7 @@ def _on_hopper(device: torch.device) -> bool:
 
 
 def _ours_fit(
-    rows: list[torch.Tensor], weights: list[torch.Tensor], others: list, offs: torch.Tensor
+    rows: list[torch.Tensor], weights: list[torch.Tensor], others: list, experts: int
 ) -> bool:
     """True if this package's grouped GEMM takes the operands: 16-bit types, and rows of at least 128 bytes and multiples of
     16. ``rows``: [R, ...], contiguous. ``weights``: [e, N, K], contiguous along N, or all along K. ``others``: what it also
@@ -71,7 +80,7 @@ def _ours_fit(
         rows[0].is_cuda
         and rows[0].dtype in (torch.bfloat16, torch.float16)
         and rows[0].numel() > 0
-        and 0 < offs.shape[0] <= 1024
+        and 0 < experts <= 1024
         and rows[0].shape[1] >= 64
         and all(each.shape[1] > 0 and each.shape[1] % 8 == 0 for each in (*rows, *weights))
         and any(all(each.is_contiguous() for each in form) for form in (weights, turned))
@@ -87,7 +96,7 @@ def _ours_fit(
 @define("_moe_linear(Tensor rows, Tensor weight, Tensor offs) -> Tensor")
 def _linear(rows, weight, offs):
     """[R, K] and [e, N, K] to [R, N]: each expert's rows with its own weight."""
-    if _ours_fit([rows], [weight], [], offs):
+    if _ours_fit([rows], [weight], [], offs.shape[0]):
         return _ops._moe_grouped(rows, weight, None, None, None, offs, *NO_ACTIVATION, False)[0]
     turned = weight.transpose(1, 2)
     if _groups_fit(rows, turned, offs):
@@ -104,7 +113,7 @@ def _weight_gradient(grad, rows, offs):
     """[R, N] and [R, K] to [e, N, K]; zeros for an expert without rows."""
     few = rows.shape[0] < _FEW_ROWS * offs.shape[0]
     torchs = _groups_fit(grad.t(), rows, offs)
-    if not (few and torchs) and _ours_fit([grad, rows], [], [], offs):
+    if not (few and torchs) and _ours_fit([grad, rows], [], [], offs.shape[0]):
         return _ops._moe_grouped_weights(grad, rows, offs)
     if torchs:
         return torch._grouped_mm(grad.t(), rows, offs=offs).contiguous()
@@ -115,21 +124,77 @@ def _weight_gradient(grad, rows, offs):
     return output
 
 
+def _gate_fits(rows, weight, up, bias, experts: int, gated: bool, interleaved: bool) -> bool:
+    """True if this package's grouped GEMM takes the operands, with the gate."""
+    fits = weight.shape[1] % 16 == 0 if up is None else not interleaved
+    weights = [weight] if up is None else [weight, up]
+    return gated and fits and _ours_fit([rows], weights, [bias], experts)
+
+
 @define(f"_moe_hidden({_HIDDEN}, {_KEPT}")
 def _hidden(rows, weight, up, bias, shares, offs, *form_and_keep):
     """`_moe_linear` of one weight or two, and `_moe_gate`; and the products themselves if they are kept. Missing tensors
     are empty."""
     *form, keep = form_and_keep
-    gated, interleaved = form[-2:]
-    weights = [weight] if up is None else [weight, up]
-    fits = up is not None or weight.shape[1] % 16 == 0
-    fits = gated and fits and not (up is not None and interleaved)
-    if fits and _ours_fit([rows], weights, [bias], offs):
+    if _gate_fits(rows, weight, up, bias, offs.shape[0], *form[-2:]):
         return _ops._moe_grouped(rows, weight, up, bias, shares, offs, *form_and_keep)
-    parts = [_linear(rows, each, offs) for each in weights]
+    parts = [_linear(rows, each, offs) for each in (weight, up) if each is not None]
     hidden = _ops._moe_gate(*parts, *(None,) * (2 - len(parts)), bias, shares, offs, *form)
     kept = parts if keep else []
     return hidden, *kept, *(rows.new_empty(0) for _ in range(2 - len(kept)))
+
+
+@define(
+    "_moe_dispatch_hidden(Tensor x, Tensor topk_ids, int[] experts, int max_tokens, int max_rows, bool peers, bool ranks_first, "
+    f"Tensor weight, Tensor? up, Tensor? bias, {FORM}, bool keep, str group) -> ({_DISPATCHED}, {ROUTES}, {_MADE})"
+)
+def _dispatch_hidden(
+    x, topk_ids, experts, max_tokens, max_rows, peers, ranks_first, weight, up, bias, *how
+):
+    """`moe_dispatch`, then `_moe_hidden`. It has no gradients.
+
+    On Hopper, over peers, copy engines carry all tokens to all peers while the rows of this rank's own tokens are
+    multiplied.
+    """
+    *form, keep, group = how
+    if peers and _gate_fits(x, weight, up, bias, weight.shape[0], *form[-2:]):
+        rows, offs, counts, home, source, splits, *made = _ops._moe_peer_up(
+            x,
+            topk_ids,
+            experts,
+            ranks_first,
+            max_tokens,
+            max_rows,
+            ops.MOST_BYTES,
+            weight,
+            up,
+            bias,
+            *form,
+            keep,
+            group,
+        )
+        if splits.numel() > 0:  # else some rank has too many tokens
+            none = (home.new_empty(0), home.new_empty(0))
+            return rows, offs, counts, home, *none, source, splits, *made
+        peers = False
+    rows, offs, counts, *routes = ops.dispatch(
+        x, topk_ids, experts, 1, max_tokens, max_rows, peers, ranks_first, group
+    )
+    return rows, offs, counts, *routes, *_hidden(rows, weight, up, bias, None, offs, *form, keep)
+
+
+@define(
+    f"_moe_spread_linear(Tensor x, int choices, {ROUTES}, bool ranks_first, Tensor weight, Tensor offs, str group) -> (Tensor, Tensor)"
+)
+def _spread_linear(x, choices, routes, place, sent, source, splits, ranks_first, *how):
+    """`_moe_spread`, then `_moe_linear`: both results. It has no gradients. On Hopper as `_moe_dispatch_hidden`."""
+    weight, offs, group = how
+    stride = peer_stride(splits)
+    if stride is not None and _ours_fit([x], [weight], [], offs.shape[0]):
+        return _ops._moe_peer_spread_linear(x, choices, routes, source, stride, weight, offs, group)
+    how = (routes, place, sent, source, splits, ranks_first, group)
+    rows = _ops._moe_spread(x, choices, *how)
+    return rows, _linear(rows, weight, offs)
 
 
 @define(
@@ -143,7 +208,7 @@ def _down(hidden, weight, bias, offs, topk_weights, tokens, choices, *how):
     first.
     """
     *routes, ranks_first, group = how
-    stride, fits = peer_stride(routes[4]), _ours_fit([hidden], [weight], [bias], offs)
+    stride, fits = peer_stride(routes[4]), _ours_fit([hidden], [weight], [bias], offs.shape[0])
     if stride is not None and not ranks_first and fits:
         form = (routes[0], routes[3], stride, tokens, choices, group)
         return _ops._moe_peer_down(hidden, weight, bias, offs, topk_weights, *form)
@@ -163,6 +228,21 @@ def _fake_hidden(rows, weight, up, bias, shares, offs, *form_and_keep):
     shapes = [(count, width) if keep else 0, (count, width) if keep and up is not None else 0]
     hidden = rows.new_empty((count, width // (2 if gated and up is None else 1)))
     return hidden, *(rows.new_empty(shape) for shape in shapes)
+
+
+def _fake_dispatch_hidden(
+    x, topk_ids, experts, max_tokens, max_rows, peers, ranks_first, weight, up, bias, *how
+):
+    *form_and_keep, group = how
+    found = ops.fake_dispatch(
+        x, topk_ids, experts, 1, max_tokens, max_rows, peers, ranks_first, group
+    )
+    return *found, *_fake_hidden(found[0], weight, up, bias, None, found[1], *form_and_keep)
+
+
+def _fake_spread_linear(x, choices, *routes_and_how):
+    rows = x.new_empty((routes_and_how[3].shape[0], x.shape[1]))
+    return rows, rows.new_empty((rows.shape[0], routes_and_how[-3].shape[1]))
 
 
 def _fake_down(hidden, weight, bias, offs, topk_weights, tokens, choices, *how):
@@ -200,6 +280,8 @@ complete(
             (offs.shape[0], grad.shape[1], rows.shape[1])
         ),
         "_moe_hidden": _fake_hidden,
+        "_moe_dispatch_hidden": _fake_dispatch_hidden,
+        "_moe_spread_linear": _fake_spread_linear,
         "_moe_down": _fake_down,
     },
     {
@@ -220,3 +302,13 @@ def flops_hidden(
     rows: torch.Size, weight: torch.Size, up: torch.Size | None, *args: object, **kwargs: object
 ) -> int:
     return flops(rows, weight) * (1 if up is None else 2)
+
+
+@register_flop_formula(_ops._moe_dispatch_hidden)
+def _flops_dispatch_hidden(*args: object, out_shape: tuple, **kwargs: object) -> int:
+    return flops_hidden(out_shape[0], *args[7:9])
+
+
+@register_flop_formula(_ops._moe_spread_linear)
+def _flops_spread_linear(*args: object, out_shape: tuple, **kwargs: object) -> int:
+    return flops(out_shape[0], args[-3])

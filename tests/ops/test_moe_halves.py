@@ -119,6 +119,52 @@ def operands(requires_grad: bool) -> list[torch.Tensor]:
     return [x, ids.to(device), shares, *weights]
 
 
+def calls_of_operators() -> tuple[list[tuple[str, tuple]], int]:
+    """Each operator's name and arguments, and the number of rows."""
+    x, ids, shares, gate_up, down = operands(True)
+    experts = [gate_up.shape[0]] * dist.get_world_size()
+    rows, offs, counts, *route = torch.ops.overlap.moe_dispatch(
+        x, ids, experts, 1, 0, 0, False, False, world_name()
+    )
+    rows = rows.detach().requires_grad_()
+    flat, size = shares.detach().reshape(-1, 1), rows.shape[0]
+    silu = ("silu", 1.0, 0.0, 0.0, True, False)
+    fixed = rows.detach()
+    kept = fixed.new_ones(size, gate_up.shape[1]).requires_grad_()
+    home = (x.shape[0], 2, *route, False, world_name())
+    products = torch.ops.overlap._moe_hidden(
+        fixed, gate_up.detach(), None, None, None, offs, *silu, True
+    )
+    hidden, saved = products[0], products[1]
+    first, experts_of = (x, rows, hidden), (None, gate_up, None, None, down, None)
+    how, last = (offs, *silu), (True, world_name())
+    dispatched = (x.detach(), ids, experts, 0, 0, False, False, gate_up.detach(), None, None)
+    return [
+        ("moe_dispatch", (x, ids, experts, 1, 0, 0, False, True, world_name())),
+        ("moe_dispatch", (x, ids, experts, 1, 9, 64, False, True, world_name())),
+        ("moe_combine", (rows, shares, x.shape[0], 2, *route, True, world_name())),
+        ("_moe_spread", (x, 2, *route, False, world_name())),
+        ("_moe_home", (rows, *route[:2], *route[3:], ids.numel(), world_name())),
+        ("_moe_away", (flat, *route[:2], *route[3:], world_name())),
+        ("_moe_linear", (rows, gate_up, offs)),
+        ("_moe_hidden", (fixed, gate_up.detach(), None, None, None, offs, *silu, True)),
+        ("_moe_hidden", (fixed, *[gate_up.detach()] * 2, None, None, offs, *silu, False)),
+        ("_moe_gate", (kept, None, None, None, offs, *silu)),
+        ("_moe_down", (fixed, gate_up.detach(), None, offs, shares.detach(), *home)),
+        ("_moe_dispatch_hidden", (*dispatched, *silu, True, world_name())),
+        (
+            "_moe_spread_linear",
+            (x.detach(), 2, *route, False, down.detach().transpose(1, 2), offs, world_name()),
+        ),
+        (
+            "_moe_experts",
+            (*first, saved, *experts_of, shares, *how, False, *home[:-1], True, *last),
+        ),
+        ("_moe_experts", (*first, None, *experts_of, None, *how, True, *home[:-1], False, *last)),
+        ("_moe_weight_gradient", (rows, rows, offs)),
+    ], size
+
+
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
 def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
     """One graph, outputs and gradients as eager; opcheck of the operators; autocast."""
@@ -134,34 +180,7 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
     failures.equal(len(found[0]), 5, "output and gradients")
     failures.equal(counter.frame_count, 1, "graphs")
 
-    x, ids, shares, gate_up, down = operands(True)
-    experts = [gate_up.shape[0]] * dist.get_world_size()
-    rows, offs, counts, *route = torch.ops.overlap.moe_dispatch(
-        x, ids, experts, 1, 0, 0, False, False, world_name()
-    )
-    rows = rows.detach().requires_grad_()
-    flat, size = shares.detach().reshape(-1, 1), rows.shape[0]
-    silu = ("silu", 1.0, 0.0, 0.0, True, False)
-    fixed = rows.detach()
-    kept = fixed.new_ones(size, gate_up.shape[1]).requires_grad_()
-    home = (x.shape[0], 2, *route, False, world_name())
-    experts_of = (x, rows, gate_up, None, None, down, None)
-    calls = [
-        ("moe_dispatch", (x, ids, experts, 1, 0, 0, False, True, world_name())),
-        ("moe_dispatch", (x, ids, experts, 1, 9, 64, False, True, world_name())),
-        ("moe_combine", (rows, shares, x.shape[0], 2, *route, True, world_name())),
-        ("_moe_spread", (x, 2, *route, False, world_name())),
-        ("_moe_home", (rows, *route[:2], *route[3:], ids.numel(), world_name())),
-        ("_moe_away", (flat, *route[:2], *route[3:], world_name())),
-        ("_moe_linear", (rows, gate_up, offs)),
-        ("_moe_hidden", (fixed, gate_up.detach(), None, None, None, offs, *silu, True)),
-        ("_moe_hidden", (fixed, *[gate_up.detach()] * 2, None, None, offs, *silu, False)),
-        ("_moe_gate", (kept, None, None, None, offs, *silu)),
-        ("_moe_down", (fixed, gate_up.detach(), None, offs, shares.detach(), *home)),
-        ("_moe_experts", (*experts_of, shares, offs, *silu, False, *home[:-1], "rows", home[-1])),
-        ("_moe_experts", (*experts_of, None, offs, *silu, True, *home[:-1], "nothing", home[-1])),
-        ("_moe_weight_gradient", (rows, rows, offs)),
-    ]
+    calls, size = calls_of_operators()
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     for name, arguments in calls:
         operator = getattr(torch.ops.overlap, name).default

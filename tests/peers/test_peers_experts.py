@@ -32,6 +32,7 @@ class Form:
     dtype: torch.dtype = torch.bfloat16
     ids: str = "any"
     experts: str = "double"  # or two products each, with gradients or without
+    carrier: str = "peer"  # of the products; or "copies"
 
     def draw(self, seed: int) -> list[torch.Tensor]:
         """x, ids, shares, the gradient of the output, and a factor of rows."""
@@ -82,6 +83,7 @@ class Form:
         return [tensor.to(self.dtype) for tensor in drawn]
 
     def products(self, x, ids, shares, transport: str, limits: dict[str, int]) -> torch.Tensor:
+        transport = self.carrier if transport == "peer" else transport
         how = {"sum_order": self.sum_order, "transport": transport, **limits}
         return overlap_torch.moe(x, ids, shares, *self.weights(x.device), **how)
 
@@ -98,6 +100,16 @@ FORMS = [
     Form(width=264, experts="products"),
     Form(width=264, experts="products without gradients", max_rows=ROOM),
     Form(width=1032, experts="products without gradients", dtype=torch.float16),
+    Form(most=2500, width=264, experts="products", carrier="copies"),
+    Form(
+        most=900,
+        width=136,
+        experts="products",
+        max_rows=ROOM,
+        dtype=torch.float16,
+        carrier="copies",
+    ),
+    Form(ids="first rank", width=64, experts="products", sum_order="ranks", carrier="copies"),
 ]
 
 
@@ -134,7 +146,7 @@ def test_peer_rows_race(failures: Failures, calls: int) -> None:
 @pytest.mark.peers
 def test_peer_rows_in_graphs(failures: Failures) -> None:
     """Graphs of two sizes are replayed by turns, with plain calls between, by ranks that come late."""
-    graph = Form(max_rows=ROOM, width=64, experts="products without gradients")
+    graph = Form(max_rows=ROOM, width=64, experts="products without gradients", carrier="copies")
     forms = [graph, Form(most=33, max_rows=600, sum_order="ranks"), Form(width=64)]
     operands = [[form.draw(seed) for seed in (0, 2, 3)] for form in forms]
     rights = [

@@ -222,12 +222,18 @@ kernels::Activation activation_of(c10::string_view name) {
   TORCH_CHECK_VALUE(false, "unknown activation ", name);
 }
 
-void set_form(kernels::GateParams& params, c10::string_view name, double alpha, double limit,
-              double offset) {
-  params.activation = activation_of(name);
-  params.alpha = alpha;
-  params.limit = limit;
-  params.offset = offset;
+void set_form(kernels::GateParams& params, const Form& form) {
+  params.activation = activation_of(form.activation);
+  params.alpha = form.alpha;
+  params.limit = form.limit;
+  params.offset = form.offset;
+  params.interleaved = form.gated && form.interleaved;
+}
+
+// Where the up begins: in a tensor of its own, or after the gate's columns.
+void* up_place(const Tensor& gate, const Tensor& up, int64_t width) {
+  return up.defined() ? up.data_ptr()
+                      : static_cast<char*>(gate.data_ptr()) + width * gate.element_size();
 }
 
 void set_experts(kernels::GateParams& params, const Tensor& offs) {
@@ -247,33 +253,22 @@ void set_bias(kernels::GateParams& params, const Tensor& bias, bool gated, const
 }
 
 // Everything but the outputs. `hidden` and `up` are contiguous.
-kernels::GateParams gate_params(const Tensor& hidden, const std::optional<Tensor>& up,
-                                const Tensor& bias, const Tensor& offs, c10::string_view name,
-                                double alpha, double limit, double offset, bool gated,
-                                bool interleaved) {
+kernels::GateParams gate_params(const Tensor& hidden, const Tensor& up, const Tensor& bias,
+                                const Tensor& offs, const Form& form) {
   kernels::GateParams params;
   params.element = element_of(hidden);
-  set_form(params, name, alpha, limit, offset);
+  set_form(params, form);
   params.rows = hidden.size(0);
   params.row_stride = hidden.size(1);
-  params.width = gated && !up.has_value() ? hidden.size(1) / 2 : hidden.size(1);
-  params.interleaved = gated && interleaved;
-  const int64_t to_up = params.width * hidden.element_size();
+  params.width = form.gated && !up.defined() ? hidden.size(1) / 2 : hidden.size(1);
   params.gate = hidden.const_data_ptr();
-  if (gated && !interleaved) {
-    params.up = up.has_value() ? up->const_data_ptr()
-                               : static_cast<const char*>(hidden.const_data_ptr()) + to_up;
-  }
-  if (bias.defined()) set_bias(params, bias, gated, offs);
+  if (form.gated && !form.interleaved) params.up = up_place(hidden, up, params.width);
+  if (bias.defined()) set_bias(params, bias, form.gated, offs);
   return params;
 }
 
 Tensor contiguous(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? tensor->contiguous() : Tensor();
-}
-
-std::optional<Tensor> optional(const Tensor& tensor) {
-  return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
 }
 
 Tensor gate(const Tensor& hidden, const std::optional<Tensor>& up,
@@ -285,8 +280,8 @@ Tensor gate(const Tensor& hidden, const std::optional<Tensor>& up,
   const Tensor right = contiguous(up);
   const Tensor added = contiguous(bias);
   const Tensor wide = wide_shares(shares, hidden);
-  kernels::GateParams params = gate_params(left, optional(right), added, offs, name, alpha, limit,
-                                           offset, gated, interleaved);
+  kernels::GateParams params =
+      gate_params(left, right, added, offs, Form{name, alpha, limit, offset, gated, interleaved});
   Tensor output = at::empty({params.rows, params.width}, hidden.options());
   params.shares = wide.defined() ? wide.const_data_ptr() : nullptr;
   params.output = output.data_ptr();
@@ -307,8 +302,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& grad, con
   const Tensor right = contiguous(up);
   const Tensor added = contiguous(bias);
   const Tensor wide = wide_shares(shares, hidden);
-  kernels::GateParams params = gate_params(left, optional(right), added, offs, name, alpha, limit,
-                                           offset, gated, interleaved);
+  kernels::GateParams params =
+      gate_params(left, right, added, offs, Form{name, alpha, limit, offset, gated, interleaved});
   Tensor hidden_grad = at::empty_like(left);
   Tensor up_grad = right.defined() ? at::empty_like(right) : at::empty({0}, hidden.options());
   Tensor returned = at::empty({params.rows, params.width}, hidden.options());
@@ -316,9 +311,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& grad, con
   params.grad = given.const_data_ptr();
   params.shares = wide.defined() ? wide.const_data_ptr() : nullptr;
   params.gate_grad = hidden_grad.data_ptr();
-  params.up_grad = right.defined() ? up_grad.data_ptr()
-                                   : static_cast<char*>(hidden_grad.data_ptr()) +
-                                         params.width * hidden.element_size();
+  params.up_grad = up_place(hidden_grad, right.defined() ? up_grad : Tensor(), params.width);
   params.grad_stride = params.row_stride;
   params.output = returned.data_ptr();
   params.dots = dots.data_ptr();
@@ -327,8 +320,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& grad, con
 }
 
 #if defined(OVERLAP_WITH_SM90)
-// [R, K] and [e, N, K] to [R, N]; gated, through gate and up: [R, N / 2], or [R, N] with an `up` [e, N, K] beside the gate. And what
-// came before the gate, of each weight, if it is kept; else two empty tensors.
 std::tuple<Tensor, Tensor, Tensor> grouped(const Tensor& rows, const Tensor& weight,
                                            const std::optional<Tensor>& up,
                                            const std::optional<Tensor>& bias,
@@ -336,40 +327,10 @@ std::tuple<Tensor, Tensor, Tensor> grouped(const Tensor& rows, const Tensor& wei
                                            c10::string_view name, double alpha, double limit,
                                            double offset, bool gated, bool interleaved, bool keep) {
   const c10::cuda::CUDAGuard guard(rows.device());
-  const Tensor added = contiguous(bias);
-  const Tensor wide = wide_shares(shares, rows);
-  kernels::GroupedGemmParams params = grouped_params(rows, weight, offs);
-  kernels::GateParams& gate = params.gate;
-  const Tensor none = at::empty({0}, rows.options());
-  Tensor kept = none;
-  Tensor kept_up = none;
-  if (gated) {
-    params.form = kernels::GroupedForm::kGate;
-    set_form(gate, name, alpha, limit, offset);
-    gate.interleaved = interleaved;
-    gate.shares = wide.defined() ? wide.const_data_ptr() : nullptr;
-    if (keep) {
-      kept = at::empty({params.rows, params.n}, rows.options());
-      gate.gate_grad = kept.data_ptr();
-      gate.grad_stride = params.n;
-    }
-    if (up.has_value()) {
-      params.up_weight = up->const_data_ptr();
-      if (keep) kept_up = at::empty_like(kept);
-    } else {
-      gate.width /= 2;
-    }
-    if (keep) {
-      gate.up_grad = up.has_value()
-                         ? kept_up.data_ptr()
-                         : static_cast<char*>(kept.data_ptr()) + gate.width * rows.element_size();
-    }
-  }
-  if (added.defined()) set_bias(gate, added, gated, offs);
-  Tensor output = at::empty({params.rows, gate.width}, rows.options());
-  gate.output = output.data_ptr();
-  C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(params, stream()));
-  return {output, kept, kept_up};
+  const Form form{name, alpha, limit, offset, gated, interleaved};
+  const Product product = product_of(rows, weight, up, bias, shares, offs, form, keep);
+  C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(product.params, stream()));
+  return {product.output, product.kept, product.kept_up};
 }
 
 // [R, N] and [R, K] to [e, N, K].
@@ -406,6 +367,40 @@ kernels::GroupedGemmParams grouped_params(const Tensor& rows, const Tensor& weig
   set_experts(params.gate, offs);
   params.ctas = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   return params;
+}
+
+Product product_of(const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& up,
+                   const std::optional<Tensor>& bias, const std::optional<Tensor>& shares,
+                   const Tensor& offs, const Form& form, bool keep) {
+  Product product;
+  product.bias = contiguous(bias);
+  product.shares = wide_shares(shares, rows);
+  product.params = grouped_params(rows, weight, offs);
+  kernels::GroupedGemmParams& params = product.params;
+  kernels::GateParams& gate = params.gate;
+  const Tensor none = at::empty({0}, rows.options());
+  product.kept = keep ? at::empty({params.rows, params.n}, rows.options()) : none;
+  product.kept_up = keep && up.has_value() ? at::empty_like(product.kept) : Tensor();
+  if (form.gated) {
+    params.form = kernels::GroupedForm::kGate;
+    set_form(gate, form);
+    gate.shares = product.shares.defined() ? product.shares.const_data_ptr() : nullptr;
+    if (up.has_value()) {
+      params.up_weight = up->const_data_ptr();
+    } else {
+      gate.width /= 2;
+    }
+    if (keep) {
+      gate.gate_grad = product.kept.data_ptr();
+      gate.up_grad = up_place(product.kept, product.kept_up, gate.width);
+      gate.grad_stride = params.n;
+    }
+  }
+  if (product.bias.defined()) set_bias(gate, product.bias, form.gated, offs);
+  product.output = at::empty({params.rows, gate.width}, rows.options());
+  gate.output = product.output.data_ptr();
+  if (!product.kept_up.defined()) product.kept_up = none;
+  return product;
 }
 #endif
 

@@ -3,71 +3,27 @@
 //   dispatch | routes | counts, tokens to peers | flag | wait | offs, source | rows |
 //   exact    | routes | counts to peers | flag | wait | offs | tokens to peers | flag | wait | source | rows |
 //                                            the host waits ^ for the counts, while tokens travel
-//   combine  | results to peers | flag | wait | sums |
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/empty.h>
+//
+// Or copy engines carry all tokens to all peers beside the product of the rows of this rank's own:
+//
+//   caller   | ... routes to peers | flag | wait | source | own rows | product | wait | others' rows | product |
+//   copies                            | tokens to peers, flag |
 #include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <initializer_list>
+#include <cmath>
 #include <optional>
 #include <tuple>
 
-#include "binding/cuda/cuda_call.h"
 #include "binding/cuda/moe_cuda.h"
-#include "binding/ops/groups.h"
-#include "kernels/moe/moe.h"
-#include "runtime/copy_call.h"
+#include "binding/cuda/moe_exchange.h"
 
 namespace overlap::binding {
 namespace {
 
 using at::Tensor;
 using runtime::CopyCall;
-
-// A group, and what begins calls on the current stream.
-class Exchange {
- public:
-  Exchange(const Tensor& like, const std::string& name)
-      : guard_(like.device()),
-        stream_(at::cuda::getCurrentCUDAStream()),
-        group_(cuda_group(find_group(name), like.device().index(), stream_)) {}
-
-  // `alike`: numbers that every rank's call has.
-  CopyCall begin(int64_t bytes, std::initializer_list<int64_t> alike, at::IntArrayRef more = {}) {
-    uint64_t hash = 0;
-    const auto mix = [&](int64_t number) {
-      hash = (hash ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
-      hash ^= hash >> 29;
-    };
-    for (const int64_t number : alike) mix(number);
-    for (const int64_t number : more) mix(number);
-    return CopyCall(*group_, stream_, bytes, 0, hash);
-  }
-
-  template <class Params>
-  void set_slots(Params& params, const CopyCall& call) const {
-    for (int rank = 0; rank < ranks(); ++rank) params.slots[rank] = call.slot(rank);
-  }
-
-  int ranks() const { return group_->world_size(); }
-  int rank() const { return group_->rank(); }
-  cudaStream_t stream() const { return stream_; }
-  runtime::Group& group() const { return *group_; }
-
- private:
-  const c10::cuda::CUDAGuard guard_;
-  const c10::cuda::CUDAStream stream_;
-  const std::shared_ptr<runtime::Group> group_;
-};
-
-int64_t row_bytes(const Tensor& rows) {
-  return rows.size(1) * rows.element_size();
-}
-
-enum Kind : int64_t { kDispatch, kSpread, kCombine };
 
 // Findings of a dispatch: by kernels, and, in exact mode, by the host.
 struct Found {
@@ -77,10 +33,6 @@ struct Found {
   Tensor offs;    // [e]
   Tensor counts;  // [e]
 };
-
-Tensor empty_longs(const Tensor& like, int64_t count) {
-  return at::empty({count}, like.options().dtype(at::kLong));
-}
 
 kernels::ArrivalsParams arrivals_params(const Exchange& exchange, const CopyCall& call,
                                         const Found& found, int64_t align, int64_t max_rows) {
@@ -102,24 +54,85 @@ kernels::ArrivalsParams arrivals_params(const Exchange& exchange, const CopyCall
   return params;
 }
 
-// The rows of what lies in the slot from `at` on, `stride` tokens of a rank, or in x.
-Tensor expand(const Exchange& exchange, const CopyCall& call, const Tensor& x, int64_t at,
-              const Tensor& source, int64_t choices, int64_t stride) {
-  Tensor rows = at::empty({source.numel(), x.size(1)}, x.options());
+// Rows [R, H], fresh, of the tokens in the slot from `at` on, `stride` of a rank, or in x.
+struct Rows {
+  Tensor rows;
   kernels::RowsParams params;
-  params.element = element_of(x);
-  params.rows = source.numel();
-  params.width = x.size(1);
-  params.source = call.slot() + at;
-  params.index = source.const_data_ptr<int64_t>();
-  params.divisor = choices;
-  params.own = x.const_data_ptr();
-  params.own_first = exchange.rank() * stride;
-  params.own_count = x.size(0);
-  params.output = rows.data_ptr();
-  C10_CUDA_CHECK(kernels::gather_rows(params, exchange.stream()));
-  return rows;
+  int64_t stride;
+
+  void gather(const Exchange& exchange, kernels::Tokens which = kernels::Tokens::kAll) const {
+    kernels::RowsParams launched = params;
+    launched.which = which;
+    C10_CUDA_CHECK(kernels::gather_rows(launched, exchange.stream()));
+  }
+};
+Rows rows_of(const Exchange& exchange, const CopyCall& call, const Tensor& x, int64_t at,
+             const Tensor& source, int64_t choices, int64_t stride) {
+  Rows made{at::empty({source.numel(), x.size(1)}, x.options()), {}, stride};
+  made.params.element = element_of(x);
+  made.params.rows = source.numel();
+  made.params.width = x.size(1);
+  made.params.source = call.slot() + at;
+  made.params.index = source.const_data_ptr<int64_t>();
+  made.params.divisor = choices;
+  made.params.own = x.const_data_ptr();
+  made.params.own_first = exchange.rank() * stride;
+  made.params.own_count = x.size(0);
+  made.params.output = made.rows.data_ptr();
+  return made;
 }
+
+// The GEMM takes the ranges of so many experts in two parts.
+bool ranges_fit(int64_t experts) {
+  return 2 * experts <= kernels::kMaxGroupedExperts;
+}
+
+// Copy engines carry x to the same place of all peers' slots, and announce it.
+void push_tokens(const Exchange& exchange, CopyCall& call, const Tensor& x, int64_t at,
+                 int64_t stride, int32_t step) {
+  const int64_t bytes = row_bytes(x);
+  std::vector<runtime::Push> pushes;
+  for (int distance = 1; distance < exchange.ranks(); ++distance) {
+    runtime::Push push;
+    push.source = static_cast<const char*>(x.const_data_ptr());
+    push.source_stride = push.stride = push.row_bytes = bytes;
+    push.peer = (exchange.rank() + distance) % exchange.ranks();
+    push.offset = at + exchange.rank() * stride * bytes;
+    push.rows = x.size(0);
+    push.lane = distance - 1;
+    pushes.push_back(push);
+  }
+  call.fork(exchange.stream());
+  call.push(pushes, step);
+}
+
+#if defined(OVERLAP_WITH_SM90)
+// The rows and their product; tiles of own tokens' rows before all peers have announced the step. Ends the call.
+void multiply_in_parts(const Exchange& exchange, CopyCall& call, const Rows& made, Product& product,
+                       const Tensor& offs, int32_t step) {
+  const int64_t experts = offs.size(0);
+  const Tensor parts = at::empty({6 * experts}, offs.options());
+  kernels::PartsParams params;
+  params.rank = exchange.rank();
+  params.experts = static_cast<int32_t>(experts);
+  params.tile = kernels::kGroupedTile;
+  params.offs = offs.const_data_ptr<int32_t>();
+  params.source = made.params.index;
+  params.stride = made.stride * made.params.divisor;
+  params.own = parts.data_ptr<int32_t>();
+  params.others = params.own + 2 * experts;
+  C10_CUDA_CHECK(kernels::find_parts(params, exchange.stream()));
+  made.gather(exchange, kernels::Tokens::kOwn);
+  product.params.ranges = params.own;
+  C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(product.params, exchange.stream()));
+  call.await(step);
+  made.gather(exchange, kernels::Tokens::kOthers);
+  call.end();
+  product.params.ranges = params.others;
+  product.params.ranges_of_expert = 2;
+  C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(product.params, exchange.stream()));
+}
+#endif
 
 kernels::TokensParams tokens_params(const Exchange& exchange, const CopyCall& call, const Tensor& x,
                                     const Tensor& home, int64_t choices, int64_t stride) {
@@ -152,20 +165,65 @@ void send_counts(const Exchange& exchange, const CopyCall& call, const Tensor& i
   C10_CUDA_CHECK(kernels::send_counts(params, exchange.stream()));
 }
 
-using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+// Steps of a dispatch that each rank announces; a wait also ends by a later one.
+enum Step : int32_t { kCounts, kRoutes, kTokens, kSteps };
+
+// A dispatch's findings, and the product of its rows, if it has one. `splits` is empty if slots would be too large.
+struct Dispatched {
+  Tensor rows;
+  Tensor offs;
+  Tensor counts;
+  Tensor home;
+  Tensor source;
+  Tensor splits;
+  std::optional<Product> product;
+};
+
+// The experts' weights that multiply a dispatch's rows.
+struct Factor {
+  const Tensor& weight;
+  const std::optional<Tensor>& up;
+  const std::optional<Tensor>& bias;
+  Form form;
+  bool keep;
+};
+
+// The call that carries x [T, D] to its routes' rows. Copies come while the rows are made; otherwise all tokens have come.
+struct Spreading {
+  Spreading(const Exchange& exchange, const Tensor& x, int64_t choices, const Tensor& home,
+            const Tensor& source, int64_t routes, bool copies)
+      : call(exchange.begin(exchange.ranks() * (routes / choices) * row_bytes(x),
+                            {kSpread, routes / choices, x.size(1), x.element_size(), choices}, {},
+                            copies ? 1 : 0)),
+        made(rows_of(exchange, call, x, 0, source, choices, routes / choices)) {
+    if (copies) {
+      push_tokens(exchange, call, x, 0, made.stride, 0);
+      return;
+    }
+    C10_CUDA_CHECK(kernels::send_tokens(
+        tokens_params(exchange, call, x, home, choices, made.stride), exchange.stream()));
+    call.announce(0);
+    call.await(0);
+  }
+
+  CopyCall call;
+  Rows made;
+};
 
 // A dispatch's call, from the counts on.
 class Dispatch {
  public:
-  Dispatch(Exchange& exchange, const Tensor& x, const Tensor& ids, at::IntArrayRef experts,
-           int64_t align, bool ranks_first, int64_t max_rows)
+  Dispatch(const Exchange& exchange, const Tensor& x, const Tensor& ids, at::IntArrayRef experts,
+           int64_t align, bool ranks_first, int64_t max_rows, const Factor* factor)
       : exchange_(exchange),
         x_(x.contiguous()),
         ids_(ids.contiguous()),
         experts_(experts),
         align_(align),
         ranks_first_(ranks_first),
-        max_rows_(max_rows) {
+        max_rows_(max_rows),
+        factor_(factor),
+        copies_(factor != nullptr && ranges_fit(factor->weight.size(0))) {
     found_.routes = find_routes(ids_, experts, false);
     found_.home = empty_longs(ids, ids.numel());
     found_.known = empty_longs(ids, 4 * exchange.ranks() + 2);
@@ -184,23 +242,22 @@ class Dispatch {
   Dispatched run(int64_t max_tokens) {
     CopyCall call = begin(bytes(max_tokens), max_tokens);
     send_counts(exchange_, call, ids_, found_);
-    send_tokens(call, max_tokens, nullptr);
-    call.announce(0);
-    call.await(0);
+    send(call, max_tokens, nullptr);
+    push(call, max_tokens);
+    call.await(copies_ ? kRoutes : kTokens);
     C10_CUDA_CHECK(kernels::count_arrivals(arrivals(call), exchange_.stream()));
     return finish(call, max_tokens, max_rows_);
   }
 
-  // The host waits for the counts. Slots of more than `limit` bytes are not made: the last tensor is empty then, on all
-  // ranks.
+  // The host waits for the counts. Slots of more than `limit` bytes are not made, on all ranks.
   Dispatched run_exact(int64_t limit) {
     int64_t wanted = bytes(0);
     while (true) {
       CopyCall call = begin(wanted, 0);
       const int64_t fits = most_tokens(call.room());
       send_counts(exchange_, call, ids_, found_);
-      call.announce(0);
-      call.await(0);
+      call.announce(kCounts);
+      call.await(kCounts);
       C10_CUDA_CHECK(kernels::count_arrivals(arrivals(call), exchange_.stream()));
       const Tensor known =
           at::empty(found_.known.sizes(), at::TensorOptions(at::kLong).pinned_memory(true));
@@ -208,18 +265,22 @@ class Dispatch {
                                      known.nbytes(), cudaMemcpyDeviceToHost, exchange_.stream()));
       runtime::Event came;
       came.record(exchange_.stream());
-      send_tokens(call, fits, found_.known.const_data_ptr<int64_t>() + known.numel() - 1);
-      call.announce(1);
+      send(call, fits, found_.known.const_data_ptr<int64_t>() + known.numel() - 1);
       C10_CUDA_CHECK(cudaEventSynchronize(came.get()));
       exchange_.group().check();  // a wait that failed lets any numbers pass
       const int64_t* numbers = known.const_data_ptr<int64_t>() + known.numel() - 2;
-      call.await(1);
-      if (numbers[1] <= fits) return finish(call, numbers[1], numbers[0]);
+      if (numbers[1] <= fits) {
+        push(call, numbers[1]);
+        call.await(copies_ ? kRoutes : kTokens);
+        return finish(call, numbers[1], numbers[0]);
+      }
+      if (copies_) call.announce(kTokens);
+      call.await(kTokens);
       call.end();
       wanted = bytes(numbers[1]);
       if (wanted > limit) {
         const Tensor none = empty_longs(ids_, 0);
-        return {x_, none, none, none, none, at::empty({0}, at::kLong)};
+        return {x_, none, none, none, none, at::empty({0}, at::kLong), std::nullopt};
       }
     }
   }
@@ -239,24 +300,31 @@ class Dispatch {
                                  row_bytes(x_), tokens);
   }
 
-  CopyCall begin(int64_t bytes, int64_t max_tokens) {
+  CopyCall begin(int64_t bytes, int64_t max_tokens) const {
     return exchange_.begin(
         bytes, {kDispatch, max_tokens, x_.size(1), x_.element_size(), ids_.size(1), ranks_first_},
-        experts_);
+        experts_, copies_ ? kSteps : 0);
   }
 
   kernels::ArrivalsParams arrivals(const CopyCall& call) const {
     return arrivals_params(exchange_, call, found_, align_, max_rows_);
   }
 
-  void send_tokens(const CopyCall& call, int64_t stride, const int64_t* longest) const {
+  // Routes, and tokens unless copies carry them; announced.
+  void send(CopyCall& call, int64_t stride, const int64_t* longest) const {
     kernels::TokensParams params =
         tokens_params(exchange_, call, x_, found_.home, ids_.size(1), stride);
     params.message_width = static_cast<int32_t>(found_.routes.message.size(1));
     params.longest = longest;
+    params.routes_only = copies_;
     params.routes = found_.routes.routes.const_data_ptr<int64_t>();
     params.begins = found_.routes.begins.const_data_ptr<int64_t>();
     C10_CUDA_CHECK(kernels::send_tokens(params, exchange_.stream()));
+    call.announce(copies_ ? kRoutes : kTokens);
+  }
+
+  void push(CopyCall& call, int64_t stride) const {
+    if (copies_) push_tokens(exchange_, call, x_, places(stride).rows, stride, kTokens);
   }
 
   Dispatched finish(CopyCall& call, int64_t stride, int64_t rows) const {
@@ -268,164 +336,114 @@ class Dispatch {
     params.source = source.data_ptr<int64_t>();
     params.room = rows;
     C10_CUDA_CHECK(kernels::place_arrivals(params, exchange_.stream()));
-    Tensor output = expand(exchange_, call, x_, places(stride).rows, source, choices, stride);
-    call.end();
+    const Rows made = rows_of(exchange_, call, x_, places(stride).rows, source, choices, stride);
     Tensor splits = at::zeros({4, exchange_.ranks()}, at::kLong);
     splits.data_ptr<int64_t>()[0] = -1 - stride * choices;
-    return {output, found_.offs, found_.counts, found_.home, source, splits};
+    return {made.rows, found_.offs, found_.counts,       found_.home,
+            source,    splits,      multiply(call, made)};
   }
 
-  Exchange& exchange_;
+  // Makes the rows and their product, and ends the call.
+  std::optional<Product> multiply(CopyCall& call, const Rows& made) const {
+    std::optional<Product> product;
+#if defined(OVERLAP_WITH_SM90)
+    if (factor_ != nullptr) {
+      product = product_of(made.rows, factor_->weight, factor_->up, factor_->bias, std::nullopt,
+                           found_.offs, factor_->form, factor_->keep);
+    }
+    if (copies_) {
+      multiply_in_parts(exchange_, call, made, *product, found_.offs, kTokens);
+      return product;
+    }
+#endif
+    made.gather(exchange_);
+    call.end();
+#if defined(OVERLAP_WITH_SM90)
+    if (product.has_value()) {
+      C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(product->params, exchange_.stream()));
+    }
+#endif
+    return product;
+  }
+
+  const Exchange& exchange_;
   const Tensor x_;
   const Tensor ids_;
   const at::IntArrayRef experts_;
   const int64_t align_;
   const bool ranks_first_;
   const int64_t max_rows_;
+  const Factor* const factor_;
+  const bool copies_;  // a factor's tokens
   Found found_;
 };
 
-Dispatched dispatch(const Tensor& x, const Tensor& ids, at::IntArrayRef experts, int64_t align,
-                    bool ranks_first, int64_t max_tokens, int64_t max_rows, int64_t limit,
-                    const std::string& group) {
-  Exchange exchange(x, group);
+Dispatched run(const Tensor& x, const Tensor& ids, at::IntArrayRef experts, int64_t align,
+               bool ranks_first, int64_t max_tokens, int64_t max_rows, int64_t limit,
+               const std::string& group, const Factor* factor) {
+  const Exchange exchange(x, group);
   TORCH_CHECK(max_rows > 0 || !runtime::capture_id(exchange.stream()),
               "overlap_torch: the host waits for the numbers of rows of a mixture of experts, "
               "which cannot be captured "
               "in a CUDA graph: give max_rows= and max_tokens=");
-  Dispatch call(exchange, x, ids, experts, align, ranks_first, max_rows);
+  Dispatch call(exchange, x, ids, experts, align, ranks_first, max_rows, factor);
   return max_rows > 0 ? call.run(max_tokens) : call.run_exact(limit);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> dispatch(
+    const Tensor& x, const Tensor& ids, at::IntArrayRef experts, int64_t align, bool ranks_first,
+    int64_t max_tokens, int64_t max_rows, int64_t limit, const std::string& group) {
+  const Dispatched made =
+      run(x, ids, experts, align, ranks_first, max_tokens, max_rows, limit, group, nullptr);
+  return {made.rows, made.offs, made.counts, made.home, made.source, made.splits};
 }
 
 // [T, D] to [R, D]; `stride`: routes of a rank.
 Tensor spread(const Tensor& x, int64_t choices, const Tensor& home, const Tensor& source,
               int64_t stride, const std::string& group) {
-  Exchange exchange(x, group);
-  const Tensor given = x.contiguous();
-  const int64_t tokens = stride / choices;
-  CopyCall call = exchange.begin(exchange.ranks() * tokens * row_bytes(x),
-                                 {kSpread, tokens, x.size(1), x.element_size(), choices});
-  C10_CUDA_CHECK(kernels::send_tokens(tokens_params(exchange, call, given, home, choices, tokens),
-                                      exchange.stream()));
-  call.announce(0);
-  call.await(0);
-  Tensor rows = expand(exchange, call, given, 0, source, choices, tokens);
-  call.end();
-  return rows;
-}
-
-// Everything of a sum but where its rows lie.
-kernels::SumParams sum_params(const Exchange& exchange, const Tensor& rows, int64_t tokens,
-                              int64_t choices) {
-  kernels::SumParams params;
-  params.element = element_of(rows);
-  params.tokens = tokens;
-  params.width = rows.size(1);
-  params.choices = static_cast<int32_t>(choices);
-  params.rows = rows.const_data_ptr();
-  params.rank = exchange.rank();
-  return params;
-}
-
-// The sum of this rank's rows of each token, into the slot of the token's rank, or into the result, [own tokens, D].
-Tensor sum_here(const Exchange& exchange, const CopyCall& call, const Tensor& rows,
-                const Tensor& shares, const Tensor& source, int64_t tokens, int64_t choices,
-                int64_t stride) {
-  const int64_t all = exchange.ranks() * stride;
-  const Tensor where = empty_longs(source, all * choices);
-  Tensor own = at::empty({tokens, rows.size(1)}, rows.options());
-  kernels::SumParams params = sum_params(exchange, rows, all, choices);
-  params.routes = source.numel();
-  params.route = source.const_data_ptr<int64_t>();
-  params.shares = shares.defined() ? shares.const_data_ptr() : nullptr;
-  params.row_shares = true;
-  params.where = where.data_ptr<int64_t>();
-  params.stride = stride;
-  // A token's row is own[token] here, and of a peer's slot row token * ranks + this rank.
-  for (int rank = 0; rank < exchange.ranks(); ++rank) {
-    params.outputs[rank] = call.slot(rank) + exchange.rank() * row_bytes(rows);
-  }
-  params.outputs[exchange.rank()] = own.data_ptr();
-  params.output_step = exchange.ranks() * rows.size(1);
-  C10_CUDA_CHECK(kernels::sum_choices(params, exchange.stream()));
-  return own;
-}
-
-// The call that takes results home; a slot has so many `places` for those of a rank's tokens.
-CopyCall begin_combine(Exchange& exchange, const Tensor& rows, int64_t places, bool ranks_first) {
-  return exchange.begin(places * row_bytes(rows),
-                        {kCombine, places, rows.size(1), rows.element_size(), ranks_first});
-}
-
-// After `call` announced what this rank sends: the sums of what came, and of this rank's own rows.
-Tensor sum_arrived(const Exchange& exchange, CopyCall& call, const Tensor& rows,
-                   const Tensor& shares, const Tensor& home, int64_t tokens, int64_t parts) {
-  call.announce(0);
-  call.await(0);
-  Tensor output = at::empty({tokens, rows.size(1)}, rows.options());
-  kernels::SumParams params = sum_params(exchange, rows, tokens, parts);
-  params.home = home.const_data_ptr<int64_t>();
-  params.arrived = call.slot();
-  params.shares = shares.defined() ? shares.const_data_ptr() : nullptr;
-  params.output = output.data_ptr();
-  C10_CUDA_CHECK(kernels::sum_choices(params, exchange.stream()));
-  call.end();
-  return output;
-}
-
-// [R, D] to [T, D]: the sum of each token's results times their shares, in the choices' order; or of each rank's sums of
-// them, in the ranks' order. `stride`: routes of a rank.
-Tensor combine(const Tensor& results, const std::optional<Tensor>& shares, const Tensor& home,
-               const Tensor& source, int64_t stride, int64_t tokens, int64_t choices,
-               bool ranks_first, const std::string& group) {
-  Exchange exchange(results, group);
-  const Tensor rows = results.contiguous();
-  const Tensor wide = wide_shares(shares, rows);
-  if (ranks_first) {
-    const int64_t most = stride / choices;  // tokens of a rank
-    CopyCall call = begin_combine(exchange, rows, most * exchange.ranks(), true);
-    const Tensor own = sum_here(exchange, call, rows, wide, source, tokens, choices, most);
-    const Tensor visits = empty_longs(home, tokens * exchange.ranks());
-    C10_CUDA_CHECK(kernels::find_visits(
-        home.const_data_ptr<int64_t>(), tokens, static_cast<int32_t>(choices), exchange.rank(),
-        exchange.ranks(), visits.data_ptr<int64_t>(), exchange.stream()));
-    return sum_arrived(exchange, call, own, Tensor(), visits, tokens, exchange.ranks());
-  }
-  CopyCall call = begin_combine(exchange, rows, stride, false);
-  kernels::ResultsParams params;
-  params.rank = exchange.rank();
-  params.rows = rows.size(0);
-  params.row_bytes = row_bytes(rows);
-  params.results = rows.const_data_ptr();
-  params.source = source.const_data_ptr<int64_t>();
-  params.stride = stride;
-  exchange.set_slots(params, call);
-  C10_CUDA_CHECK(kernels::send_results(params, exchange.stream()));
-  return sum_arrived(exchange, call, rows, wide, home, tokens, choices);
+  const Exchange exchange(x, group);
+  Spreading spreading(exchange, x.contiguous(), choices, home, source, stride, false);
+  spreading.made.gather(exchange);
+  spreading.call.end();
+  return spreading.made.rows;
 }
 
 #if defined(OVERLAP_WITH_SM90)
-// combine() of the experts' product of hidden [R, I] and weight [e, D, I], whose tiles store rows where their tokens are.
-Tensor down(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
-            const Tensor& offs, const std::optional<Tensor>& shares, const Tensor& home,
-            const Tensor& source, int64_t stride, int64_t tokens, int64_t choices,
-            const std::string& group) {
-  Exchange exchange(hidden, group);
-  Tensor rows = at::empty({hidden.size(0), weight.size(1)}, hidden.options());
-  const Tensor wide = wide_shares(shares, rows);
-  CopyCall call = begin_combine(exchange, rows, stride, false);
-  kernels::GroupedGemmParams params = grouped_params(hidden, weight, offs);
-  if (bias.has_value()) {
-    params.gate.gate_bias = bias->const_data_ptr();
-    params.gate.bias_stride = bias->size(1);
+// A dispatch, and the product of its rows.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> up(
+    const Tensor& x, const Tensor& ids, at::IntArrayRef experts, bool ranks_first,
+    int64_t max_tokens, int64_t max_rows, int64_t limit, const Tensor& weight,
+    const std::optional<Tensor>& up, const std::optional<Tensor>& bias, c10::string_view activation,
+    double alpha, double limit_of_gate, double offset, bool gated, bool interleaved, bool keep,
+    const std::string& group) {
+  const Factor factor{
+      weight, up, bias, {activation, alpha, limit_of_gate, offset, gated, interleaved}, keep};
+  Dispatched made =
+      run(x, ids, experts, 1, ranks_first, max_tokens, max_rows, limit, group, &factor);
+  const Tensor none = at::empty({0}, x.options());
+  const Product product = made.product.value_or(Product{{}, none, none, none, {}, {}});
+  return {made.rows,   made.offs,      made.counts,  made.home,      made.source,
+          made.splits, product.output, product.kept, product.kept_up};
+}
+
+// spread(), and the rows' product with weight [e, N, D].
+std::tuple<Tensor, Tensor> spread_linear(const Tensor& x, int64_t choices, const Tensor& home,
+                                         const Tensor& source, int64_t stride, const Tensor& weight,
+                                         const Tensor& offs, const std::string& group) {
+  const Exchange exchange(x, group);
+  const Tensor given = x.contiguous();
+  const bool copies = ranges_fit(offs.size(0));
+  Spreading spreading(exchange, given, choices, home, source, stride, copies);
+  Product product = product_of(spreading.made.rows, weight, std::nullopt, std::nullopt,
+                               std::nullopt, offs, {}, false);
+  if (copies) {
+    multiply_in_parts(exchange, spreading.call, spreading.made, product, offs, 0);
+  } else {
+    spreading.made.gather(exchange);
+    spreading.call.end();
+    C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(product.params, exchange.stream()));
   }
-  params.gate.output = rows.data_ptr();
-  params.home.source = source.const_data_ptr<int64_t>();
-  params.home.stride = stride;
-  params.home.rank = exchange.rank();
-  exchange.set_slots(params.home, call);
-  C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(params, exchange.stream()));
-  return sum_arrived(exchange, call, rows, wide, home, tokens, choices);
+  return {spreading.made.rows, product.output};
 }
 #endif
 
@@ -434,9 +452,9 @@ Tensor down(const Tensor& hidden, const Tensor& weight, const std::optional<Tens
 TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
   m.impl("_moe_peer_dispatch", &dispatch);
   m.impl("_moe_peer_spread", &spread);
-  m.impl("_moe_peer_combine", &combine);
 #if defined(OVERLAP_WITH_SM90)
-  m.impl("_moe_peer_down", &down);
+  m.impl("_moe_peer_up", &up);
+  m.impl("_moe_peer_spread_linear", &spread_linear);
 #endif
 }
 

@@ -13,7 +13,8 @@
 
 namespace overlap::kernels {
 
-constexpr int kMaxGroupedExperts = 1024;
+constexpr int kMaxGroupedExperts = 1024;  // times ranges_of_expert
+constexpr int kGroupedTile = 128;         // rows of a tile, the first from an expert's first row on
 
 enum class GroupedForm { kRows, kGate, kWeights };
 
@@ -40,6 +41,10 @@ struct GroupedGemmParams {
   // biases.
   GateParams gate;
   HomeParams home;  // kRows
+  // Only these rows are computed: of each expert so many ranges of whole tiles, [experts, ranges_of_expert, 2], the first row and
+  // the end. Null: all rows.
+  const int32_t* ranges = nullptr;
+  int32_t ranges_of_expert = 1;
   int32_t ctas = 0;
 };
 
