@@ -249,12 +249,7 @@ class _Columns(TransformedFunction):
 
 
 def _gradients(
-    grad: torch.Tensor,
-    input: Gradient,
-    weight: Gradient,
-    with_bias: bool,
-    group: str,
-    padding: int,
+    grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool, group: str, padding: int
 ) -> tuple[Gradient, Gradient, Gradient]:
     """The gradients of a replicated input, of a weight and of a bias: the first if the weight is given, the second if the
     input is. They can be differentiated where gradients are recorded."""

@@ -201,10 +201,7 @@ def fast_paths(found: Findings) -> list[FastPath]:
     reason = _first(
         *no_kernels,
         (not usable, "no GEMM kernel that signals runs here"),
-        (
-            not 2 <= count <= _MAX_PEERS,
-            f"{count} GPUs, it is for 2 to {_MAX_PEERS} of one host",
-        ),
+        (not 2 <= count <= _MAX_PEERS, f"{count} GPUs, it is for 2 to {_MAX_PEERS} of one host"),
         (apart, "not every GPU reaches every other's memory: NCCL communicates"),
         (bool(found.why_no_peers), f"{found.why_no_peers} is set: NCCL communicates"),
     )

@@ -77,10 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--most", type=int, default=4, help="plans to measure beside the sequence (default: 4)"
     )
     parser.add_argument(
-        "--repeats",
-        type=int,
-        default=10,
-        help="turns; all plans run in each turn (default: 10)",
+        "--repeats", type=int, default=10, help="turns; all plans run in each turn (default: 10)"
     )
     parser.add_argument("--no-cache", action="store_true", help="measure everything, save nothing")
     add_options(parser)

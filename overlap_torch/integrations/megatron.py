@@ -439,11 +439,7 @@ class _Row(torch.autograd.Function):
         elif call.sequence_parallel:
             own = grad
             grad_input, grad = of_scattered_output(
-                grad,
-                weight,
-                call.group,
-                needs_input=needs_input,
-                needs_weight=needs_weight,
+                grad, weight, call.group, needs_input=needs_input, needs_weight=needs_weight
             )
             if weight.requires_grad and not needs_weight:  # it is wanted later
                 ctx.kept = own, grad

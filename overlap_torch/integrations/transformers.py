@@ -144,12 +144,7 @@ class NormFusion(Handle):
 
 
 # Decoder layers of Llama's form: norm, attention, addition, norm, MLP, addition, and nothing else.
-_LLAMA_FORM = (
-    "LlamaDecoderLayer",
-    "MistralDecoderLayer",
-    "Qwen2DecoderLayer",
-    "Qwen3DecoderLayer",
-)
+_LLAMA_FORM = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
 
 def fuse_norms(model: Any) -> NormFusion:
@@ -218,10 +213,7 @@ def _forget(name: str) -> None:
     """Removes the attention from transformers."""
     from overlap_torch.integrations import _transformers_attention as attentions
 
-    for registry in (
-        attentions.ALL_ATTENTION_FUNCTIONS,
-        attentions.ALL_MASK_ATTENTION_FUNCTIONS,
-    ):
+    for registry in (attentions.ALL_ATTENTION_FUNCTIONS, attentions.ALL_MASK_ATTENTION_FUNCTIONS):
         registry._global_mapping.pop(name, None)
 
 

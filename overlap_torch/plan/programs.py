@@ -6,12 +6,7 @@ from overlap_torch._plan import Kernel, Problem, Program, Rectangle, Region, Tra
 from overlap_torch.plan._editor import Area, Editor
 from overlap_torch.plan._imports.msccl import from_msccl
 from overlap_torch.plan._imports.mscclpp import from_mscclpp
-from overlap_torch.plan._program_templates import (
-    double_ring,
-    one_shot,
-    ring,
-    two_shot,
-)
+from overlap_torch.plan._program_templates import double_ring, one_shot, ring, two_shot
 
 __all__ = [
     "Area",
