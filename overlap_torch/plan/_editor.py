@@ -1,8 +1,4 @@
-"""Programs: hand-written transfers that replace a plan's collective.
-
-``plan.programs.edit`` makes an editor. A statement of a program describes all ranks: ``p.rank`` has a different value on
-each rank, and so have the areas and ranks computed from it.
-"""
+"""Programs: hand-written transfers that replace a plan's collective."""
 
 from __future__ import annotations
 
@@ -52,7 +48,28 @@ Need = Tiles | Earlier
 
 
 class Editor:
-    """A program that is being written, statement by statement; ``plan.programs.edit`` yields it.
+    """A program that is written statement by statement, transfer by transfer; ``plan.programs.edit`` is this class::
+
+        with edit(problem, tile=(128, 128)) as p:
+            for share in p.chunks(4):
+                for step in range(1, p.world):                  # a ring of gemm_reducescatter
+                    part = p.part(p.rank - step, share)
+                    p.push(part, to=p.rank + 1, reduce=True, needs=[p.tiles(part), p.arrived(part)])
+        ring = p.plan()
+
+    A statement describes all ranks: ``p.rank`` has a different value on each rank, and so have the areas and ranks computed
+    from it. docs/plans.md tells more.
+
+    Args:
+        problem: of 2 to 8 ranks, or up to 16 on several hosts. ``allgather_gemm`` and ``gemm_alltoall`` compute by
+            ``library``.
+        tile, kernel, transport: as in :func:`row_panels`.
+        comm_sms: as in :func:`row_panels`; None leaves as many SMs beside a kernel as CTAs move data over ``peer``.
+        max_ctas: as in :func:`row_panels`; over ``peer`` the number of CTAs that move data, for all streams (0: 16).
+        ranks_per_host: how many ranks of each host map each other's memory; over ``peer`` NCCL's messages go between hosts.
+
+    Raises:
+        ValueError: arguments with which the problem can have no plan. :meth:`plan` finds faults of the transfers.
 
     Attributes:
         world: number of ranks.
@@ -262,7 +279,10 @@ class Editor:
                 continue  # a message that has no place
             read = Region(area.memory, source, area.at(rank))
             if self.problem.op == Op.GEMM_ALLTOALL and into is None:
-                written = self._received(read, destination)
+                # A share of a message arrives among the receiver's rows of its sender.
+                row = source * MESSAGE_SHARES + read.area.row % MESSAGE_SHARES
+                area_there = Rectangle(row, read.area.rows, read.area.column, read.area.columns)
+                written = Region(Memory.OUTPUT, destination, area_there)
             else:
                 place = area if into is None else into
                 written = Region(place.memory, destination, place.at(rank))
@@ -275,12 +295,6 @@ class Editor:
         return Earlier(
             lambda rank: [n for n, ranks in zip(numbers, ends, strict=True) if rank in ranks]
         )
-
-    def _received(self, read: Region, destination: int) -> Region:
-        """The place at which a share of a message arrives."""
-        row = read.rank * MESSAGE_SHARES + read.area.row % MESSAGE_SHARES
-        area = Rectangle(row, read.area.rows, read.area.column, read.area.columns)
-        return Region(Memory.OUTPUT, destination, area)
 
     def _needs(
         self, read: Region, written: Region, needs: Sequence[Need] | None, rank: int

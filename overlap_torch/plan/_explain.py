@@ -188,7 +188,8 @@ def short(plan: Plan) -> str:
     if plan.program.transfers:
         collective = f"{collective} in {len(plan.program.transfers)} transfers"
     if plan.schedule == Schedule.SEQUENTIAL:
-        over = "over peers, in one kernel" if _over_peers(plan) else "one after the other"
+        over_peers = enum_name(plan.chunks[0].transport) == "peer"
+        over = "over peers, in one kernel" if over_peers else "one after the other"
         return f"the framework's GEMM and {collective}, {over}"
     sizes = [chunk.tiles for chunk in plan.chunks]
     chunks = f"{len(sizes)} chunk{'s' if len(sizes) > 1 else ''}"
@@ -207,10 +208,6 @@ def short(plan: Plan) -> str:
 
 def _machine(plan: Plan) -> Machine:
     return library.machine(library.device_of(None, plan))
-
-
-def _over_peers(plan: Plan) -> bool:
-    return enum_name(plan.chunks[0].transport) == "peer"
 
 
 def _why(
@@ -262,13 +259,8 @@ def _buffers(made: dict) -> tuple[Buffer, ...]:
         whose = "the group's, kept: two of them, used in turns, for what peers write"
         found.append(Buffer("slots", 2 * made["slot_bytes"], whose))
     if made["counters"] > 0:
-        found.append(
-            Buffer(
-                "counters",
-                4 * made["counters"],
-                "of finished tiles, one a chunk, and of a program's transfers",
-            )
-        )
+        whose = "of finished tiles, one a chunk, and of a program's transfers"
+        found.append(Buffer("counters", 4 * made["counters"], whose))
     return tuple(found)
 
 
