@@ -8,7 +8,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +126,11 @@ def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[Problem, ...]:
             f"--scales and --fast-accum are for fp8, but --dtype is {dtype}; allowed are {', '.join(_FP8)}"
         )
     recipe = f"{args.scales}_wise" if args.scales else "none"
-    shapes = [_shape(text) for text in args.shapes.split(",")]
+    shapes = []
+    for text in args.shapes.split(","):
+        if not re.fullmatch(r"\d+x\d+x\d+", text):
+            raise ValueError(f"--shapes has {text!r}, allowed is MxNxK, as in 4096x8192x7168")
+        shapes.append([int(size) for size in text.split("x")])
     world = _world(ranks)
     dtype = _SHORT.get(dtype, dtype)
 
@@ -135,13 +139,6 @@ def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[Problem, ...]:
         return Problem(rows, n, k, dtype, world, op, recipe, fast_accum=args.fast_accum)
 
     return tuple(problem(op, *shape) for op in ops for shape in shapes)
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    if not re.fullmatch(r"\d+x\d+x\d+", text):
-        raise ValueError(f"--shapes has {text!r}, allowed is MxNxK, as in 4096x8192x7168")
-    m, n, k = (int(size) for size in text.split("x"))
-    return m, n, k
 
 
 def run_rank(job: _Job) -> None:
@@ -171,7 +168,13 @@ def run_rank(job: _Job) -> None:
 def record(path: str, program: Sequence[str]) -> None:
     """Runs the program in this process, and writes the problems of its ops' calls to a file, on rank 0."""
     calls: dict[tuple[Any, ...], int] = {}
-    write = _at_the_end_of_groups(lambda: _note(calls))
+    destroy = dist.destroy_process_group
+
+    def note_and_destroy(*arguments: Any, **keywords: Any) -> None:
+        _note(calls)  # while the groups' calls are still known
+        destroy(*arguments, **keywords)
+
+    dist.destroy_process_group = note_and_destroy
     script, *arguments = program
     try:
         if script == "-m":
@@ -182,26 +185,10 @@ def record(path: str, program: Sequence[str]) -> None:
             sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
             runpy.run_path(script, run_name="__main__")
     finally:
-        write()
+        _note(calls)
+        dist.destroy_process_group = destroy
         if int(os.environ.get("RANK", 0)) == 0:
             _write(path, calls)
-
-
-def _at_the_end_of_groups(note: Callable[[], None]) -> Callable[[], None]:
-    """Calls `note` before groups are destroyed, while their calls are still known; returns the last call, which undoes
-    this."""
-    original = dist.destroy_process_group
-
-    def noted(*arguments: Any, **keywords: Any) -> None:
-        note()
-        original(*arguments, **keywords)
-
-    def last() -> None:
-        note()
-        dist.destroy_process_group = original
-
-    dist.destroy_process_group = noted
-    return last
 
 
 def _note(calls: dict[tuple[Any, ...], int]) -> None:
