@@ -40,11 +40,18 @@ class Registration(Handle):
 
 def _release(names: Iterable[str]) -> None:
     """Restores transformers' styles, except those that another handle holds."""
+    from overlap_torch.integrations import _transformers_styles as styles
+
     with _lock:
         for name in names:
             _held[name] -= 1
-            if _held[name] == 0:
-                _restore(name)
+            if _held[name] > 0:
+                continue
+            before = _before.pop(name)
+            if before is None:
+                styles.REGISTRY._global_mapping.pop(name, None)
+            else:
+                styles.REGISTRY.register(name, before)
         experts = None if any(_held.values()) else _experts()
         if experts is not None:
             experts.REGISTRY._global_mapping.pop(experts.NAME, None)
@@ -260,13 +267,3 @@ def register_attention(
     attention = attentions.CutAttention(group, tokens, documents, head_parts)
     attention.register(name)
     return AttentionRegistration(name, attention)
-
-
-def _restore(name: str) -> None:
-    from overlap_torch.integrations import _transformers_styles as styles
-
-    before = _before.pop(name)
-    if before is None:
-        styles.REGISTRY._global_mapping.pop(name, None)
-    else:
-        styles.REGISTRY.register(name, before)
