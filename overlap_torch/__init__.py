@@ -22,8 +22,7 @@ from overlap_torch._attention.functions import context_parallel_attention
 from overlap_torch._attention.kernels import AttentionKernel
 from overlap_torch._attention.replace import replace_context_parallel
 from overlap_torch._attention.work import AttentionWork
-from overlap_torch._kernels.calls import consume, produce
-from overlap_torch._kernels.include import include_path
+from overlap_torch._kernels.calls import consume, include_path, produce
 from overlap_torch._kernels.job import Job
 from overlap_torch._kernels.resources import resources
 from overlap_torch._layers.rmsnorm import allreduce_rmsnorm, gemm_allreduce_rmsnorm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -268,6 +269,14 @@ def consume(
     )
     prepared = _prepared[key] = request.prepare()
     return Job(prepared, input)
+
+
+def include_path() -> str:
+    """The folder of ``overlap/signal.cuh``, which CUDA kernels include that signal or await chunks.
+
+    For ``extra_include_paths`` of ``torch.utils.cpp_extension.load_inline``.
+    """
+    return str(Path(__file__).parents[1] / "include")
 
 
 def _code(plan: Plan | None) -> tuple[int, ...] | None:

@@ -133,7 +133,7 @@ def explain(
     """
     machine = _machine(plan) if machine is None else machine
     made, price = walk(plan, machine, rank, send_rows, receive_rows)
-    problem = plan.problem
+    problem, element = plan.problem, _element_bytes(plan.problem)
     sequence_us = None
     others: tuple[tuple[Plan, float], ...] = ()
     if problem.op != Op.GEMM_ALLTOALL:
@@ -149,7 +149,12 @@ def explain(
         sequence_us=sequence_us,
         others=others,
         why=_why(plan, machine, price.expected.total_us, sequence_us, others),
-        steps=_steps(plan, made, price),
+        steps=tuple(
+            Step(step["lane"], step["step"], _words(plan, step, element), chunk, begin, end)
+            for step, chunk, (begin, end) in zip(
+                made["steps"], chunks_of(made), price.steps, strict=True
+            )
+        ),
         buffers=_buffers(made),
         computed_us=tuple(price.computed_us),
     )
@@ -262,16 +267,6 @@ def _buffers(made: dict) -> tuple[Buffer, ...]:
         whose = "of finished tiles, one a chunk, and of a program's transfers"
         found.append(Buffer("counters", 4 * made["counters"], whose))
     return tuple(found)
-
-
-def _steps(plan: Plan, made: dict, price: _plan.Price) -> tuple[Step, ...]:
-    element = _element_bytes(plan.problem)
-    return tuple(
-        Step(step["lane"], step["step"], _words(plan, step, element), chunk, begin, end)
-        for step, chunk, (begin, end) in zip(
-            made["steps"], chunks_of(made), price.steps, strict=True
-        )
-    )
 
 
 _PLAIN_WORDS = {  # of those kinds of steps for which their own numbers are enough
