@@ -108,9 +108,7 @@ def _documents(documents: Documents | None, total: int, batch: int) -> tuple[int
     return documents.lengths if len(documents.lengths) > 1 else ()
 
 
-@functools.lru_cache(maxsize=64)
-def _kernel_of(function: Callable[..., torch.Tensor]) -> FunctionKernel:
-    return FunctionKernel(function)
+_kernel_of = functools.lru_cache(maxsize=64)(FunctionKernel)
 
 
 def _kernel(kernel: Kernel, device: torch.device) -> Kernel:

@@ -10,7 +10,6 @@ import itertools
 import linecache
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -83,11 +82,11 @@ class Aligned:
         given = None if callable(grid) else tuple(grid)
         key = (self, job._debug is None, given, len(args), *kwargs, *values)
         known = job._prepared.aligned
-        launch = known.get(key)
-        if launch is None:
-            launch = known[key] = self._prove(job, grid, args, kwargs)
-        launch.inner.counters = job.counters if self._input is None else job.arrived
-        return launch.chain.run(*args, grid=grid, warmup=False, **kwargs)
+        inner, chain = known.get(key) or (None, None)
+        if inner is None:
+            inner, chain = known[key] = self._prove(job, grid, args, kwargs)
+        inner.counters = job.counters if self._input is None else job.arrived
+        return chain.run(*args, grid=grid, warmup=False, **kwargs)
 
     def _argument(self, name: str, args: tuple, kwargs: dict[str, object]) -> torch.Tensor:
         place = self._places[name]
@@ -125,7 +124,10 @@ class Aligned:
 
     # --- once for each kind of launch -----------------------------------------------------------------------------
 
-    def _prove(self, job: Job, grid: object, args: tuple, kwargs: dict[str, object]) -> _Launch:
+    def _prove(
+        self, job: Job, grid: object, args: tuple, kwargs: dict[str, object]
+    ) -> tuple[_Inner, object]:
+        """The kernel with its tables, and the decorators above it."""
         what = job._prepared.what
         if job._capturing:
             raise RuntimeError(
@@ -154,7 +156,7 @@ class Aligned:
         if not proven:
             raise ValueError(self._none_fits(what, refused))
         inner = _Inner(self._jitted, varying, tables)
-        return _Launch(inner, _chain(self._kernel, inner, None if proven[0] is None else proven))
+        return inner, _chain(self._kernel, inner, None if proven[0] is None else proven)
 
     def _result(
         self, job: Job, recorder: _Recorder
@@ -259,12 +261,6 @@ class _Recorder:
         self.args, self.kwargs = args, kwargs
         self.meta = dict(zip(self._names, args, strict=False)) | kwargs
         self.grid = tuple(grid(self.meta) if callable(grid) else grid)
-
-
-@dataclass
-class _Launch:
-    inner: _Inner
-    chain: object = field(repr=False)
 
 
 def _innermost(kernel: object) -> object:

@@ -22,7 +22,8 @@ _collectives = torch.ops._c10d_functional
 
 
 @functools.cache
-def _compares_all() -> bool:
+def compares_all() -> bool:
+    """True under OVERLAP_DEBUG=1."""
     return torch.ops.overlap.environment()["OVERLAP_DEBUG"] == "1"
 
 
@@ -30,7 +31,7 @@ def compares(tensor: torch.Tensor) -> bool:
     """True if ranks compare a call on this tensor; fakes and other subclasses do not communicate, or by their own rules."""
     if is_dynamo_compiling() or type(tensor) is not torch.Tensor:
         return False
-    return tensor.device.type == "cpu" or _compares_all()
+    return tensor.device.type == "cpu" or compares_all()
 
 
 def compare(what: str, tensor: torch.Tensor, sizes: Sequence[int], group: str) -> None:

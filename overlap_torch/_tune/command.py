@@ -9,7 +9,6 @@ import re
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,17 +29,6 @@ _SCHEMA, _KIND = 1, "overlap_torch.problems"
 # A record has these fields of each problem, by name, and more for scaled operands.
 _NAMES = ("op", "m", "n", "k", "dtype", "world_size")
 _OF_SCALED = ("recipe", "output_dtype", "fast_accum")
-
-
-@dataclass(frozen=True)
-class _Job:
-    """The work of each rank of the command."""
-
-    problems: tuple[Problem, ...]
-    modes: tuple[str, ...]
-    most: int
-    repeats: int
-    cache: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems = _read(args.recorded, _world(ranks)) if args.recorded else _given(args, ranks)
     except ValueError as error:
         parser.error(str(error))
-    job = _Job(problems, modes, args.most, args.repeats, not args.no_cache)
-    return launch(ranks, run_rank, job)
+    how = {"modes": modes, "most": args.most, "repeats": args.repeats, "cache": not args.no_cache}
+    return launch(ranks, run_rank, {"problems": problems, **how})
 
 
 def _world(ranks: Ranks) -> int:
@@ -141,17 +129,9 @@ def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[Problem, ...]:
     return tuple(problem(op, *shape) for op in ops for shape in shapes)
 
 
-def run_rank(job: _Job) -> None:
-    """Does the work of each rank of the command."""
-    results = _tune.tune(
-        job.problems,
-        modes=job.modes,
-        device=current_device(),
-        most=job.most,
-        repeats=job.repeats,
-        cache=job.cache,
-        progress=True,
-    )
+def run_rank(job: dict[str, Any]) -> None:
+    """Does the work of each rank of the command: ``job`` has arguments of :func:`overlap_torch.tune`."""
+    results = _tune.tune(**job, device=current_device(), progress=True)
     if dist.get_rank() != 0:
         return
     for one in results:
