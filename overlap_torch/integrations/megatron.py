@@ -51,16 +51,10 @@ from overlap_torch.integrations._megatron_experts import (  # noqa: E402
 )
 
 __all__ = [
-    "OverlapColumnParallelLinear",
-    "OverlapDotProductAttention",
-    "OverlapMoELayer",
-    "OverlapRowParallelLinear",
-    "OverlapSpecProvider",
-    "OverlapTokenDispatcher",
-    "TorchNorm",
-    "gpt_block_spec",
-    "gpt_layer_spec",
-]
+    "OverlapColumnParallelLinear", "OverlapDotProductAttention", "OverlapMoELayer",
+    "OverlapRowParallelLinear", "OverlapSpecProvider", "OverlapTokenDispatcher", "TorchNorm",
+    "gpt_block_spec", "gpt_layer_spec",
+]  # fmt: skip
 
 
 class _InGroup:

@@ -18,14 +18,9 @@ from overlap_torch._ops.handles import Handle
 from overlap_torch.integrations._release import require
 
 __all__ = [
-    "AttentionRegistration",
-    "NormFusion",
-    "Registration",
-    "fuse_norms",
-    "register",
-    "register_attention",
-    "sequence_plan",
-]
+    "AttentionRegistration", "NormFusion", "Registration", "fuse_norms", "register",
+    "register_attention", "sequence_plan",
+]  # fmt: skip
 
 RELEASES = ("5.21", "5.22", "5.23", "5.24")
 

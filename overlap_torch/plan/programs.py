@@ -9,19 +9,8 @@ from overlap_torch.plan._imports.mscclpp import from_mscclpp
 from overlap_torch.plan._program_templates import double_ring, one_shot, ring, two_shot
 
 __all__ = [
-    "Area",
-    "Editor",
-    "Program",
-    "Rectangle",
-    "Region",
-    "Transfer",
-    "double_ring",
-    "edit",
-    "from_msccl",
-    "from_mscclpp",
-    "one_shot",
-    "ring",
-    "two_shot",
-]
+    "Area", "Editor", "Program", "Rectangle", "Region", "Transfer", "double_ring", "edit",
+    "from_msccl", "from_mscclpp", "one_shot", "ring", "two_shot",
+]  # fmt: skip
 
 edit = Editor
