@@ -20,6 +20,7 @@ import torch.distributed._functional_collectives as functional_collectives
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from . import measure, report, styled
 from .options import Options
@@ -132,15 +133,10 @@ class Operands:
         """The block with these styles, with these operands' memory."""
         mesh = init_device_mesh(self.x.device.type, (dist.get_world_size(),))
         features, kv_features = block.heads * block.head_dim, block.kv_heads * block.head_dim
-        module = styled.parallel_block(
-            mesh,
-            styles,
-            block.hidden,
-            features,
-            kv_features,
-            block.intermediate,
-            mix=functools.partial(_attention, block),
-        )
+        sizes = (block.hidden, features, kv_features, block.intermediate)
+        with torch.device("meta"):
+            module = styled.StyledBlock(*sizes, functools.partial(_attention, block))
+        module = parallelize_module(module, mesh, styles.plan())
         q, k, v = self.qkv.split(_local_features(block))
         gate, up = self.gate_up.chunk(2)
         module.set_parts(
@@ -258,13 +254,13 @@ def run(
         baselines_checked = dict(zip(baselines, others, strict=True))
 
     def variant(linears: Linears) -> measure.Variant:
-        return _every_turn(step, block, operands, linears)
+        return lambda turn: step(block, operands, linears)
+
+    def by_styles(module: styled.StyledBlock) -> measure.Variant:
+        return lambda turn: styled_step(module, operands.x, operands.grad)
 
     modules = [operands.styled(block, one) for one in styles]
-    variants = [
-        variant(by_sequence()),
-        *(_every_turn(styled_step, module, operands.x, operands.grad) for module in modules),
-    ]
+    variants = [variant(by_sequence()), *map(by_styles, modules)]
     bounds = _bounds(stopwatch, operands, variant)
     fields = {"block" if key == "name" else key: value for key, value in asdict(block).items()}
     subject = report.Subject(op="block", group=block.name, label=str(block), fields=fields)
@@ -275,15 +271,6 @@ def run(
         )
         writer.measurement(subject, mode, timed, checked, bounds=bounds)
     return checked is not False
-
-
-def _every_turn(compute: Callable[..., object], *arguments: object) -> measure.Variant:
-    """A variant that does the same in each turn and drops its results."""
-
-    def run_turn(turn: int) -> None:
-        compute(*arguments)
-
-    return run_turn
 
 
 def _bounds(

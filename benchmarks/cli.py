@@ -215,6 +215,11 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
         blocks = shapes.parse_blocks(args.blocks or default_blocks) if "block" in ops else []
         for sizes in blocks:
             sizes.check_divisible(ranks.world_size)
+        _check_scales(args.scales, args.dtype, args.fast_accum, ops)
+        if args.replace_symm_mem and not args.baselines:
+            raise ValueError(
+                "--replace-symm-mem changes what --baselines pytorch measures: give both"
+            )
         repeats = args.repeats or (10 if args.sweep else 20)
         options = Options(
             command=shlex.join(["python", "-m", "overlap_torch", "bench", *argv]),
@@ -223,12 +228,12 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
             blocks=tuple(blocks),
             modes=_modes(args.modes, ops, on_cpu),
             dtype=DTYPES[args.dtype or ("fp32" if on_cpu else "bf16")],
-            scales=_scales(args.scales, args.dtype, ops),
-            fast_accum=_fast_accum(args.fast_accum, args.scales),
+            scales=args.scales,
+            fast_accum=args.fast_accum,
             call_repeats=repeats,
             row_repeats=max(3, repeats // 4),
             baselines=_baselines(args.baselines, ops, on_cpu),
-            replaces_symm_mem=_replaces_symm_mem(args.replace_symm_mem, args.baselines),
+            replaces_symm_mem=args.replace_symm_mem,
             plans=_json_text(args.plan),
             sweep=args.sweep if args.sweep in (None, "candidates") else _json_text(args.sweep),
             check=not args.no_check,
@@ -246,14 +251,10 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
     return ranks, options
 
 
-def _replaces_symm_mem(asked: bool, baselines: str) -> bool:
-    if asked and not baselines:
-        raise ValueError("--replace-symm-mem changes what --baselines pytorch measures: give both")
-    return asked
-
-
-def _scales(scales: str | None, dtype: str | None, ops: Sequence[str]) -> str | None:
-    """Raises ValueError unless fp8 operands have scales and other operands have none."""
+def _check_scales(
+    scales: str | None, dtype: str | None, fast_accum: bool, ops: Sequence[str]
+) -> None:
+    """Raises ValueError unless fp8 operands have scales, other operands have none, and both accumulations exist."""
     fp8 = dtype is not None and dtype.startswith("float8")
     if fp8 != (scales is not None):
         raise ValueError(
@@ -266,16 +267,10 @@ def _scales(scales: str | None, dtype: str | None, ops: Sequence[str]) -> str | 
         raise ValueError(
             "--scales block is not for gemm: no signalling kernel has it; take tensor or row"
         )
-    return scales
-
-
-def _fast_accum(given: bool, scales: str | None) -> bool:
-    """Raises ValueError for operands that have one accumulation."""
-    if given and scales not in ("tensor", "row"):
+    if fast_accum and scales not in ("tensor", "row"):
         raise ValueError(
             f"--fast-accum with --scales {scales}: allowed are tensor and row; leave it out"
         )
-    return given
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -217,13 +217,8 @@ class Computations:
         return [*self._over_operands(self._sides.gemm), lambda turn: self._sides.collective()]
 
     def _over_operands(self, *computations: Computation) -> list[measure.Variant]:
-        def variant(computation: Computation) -> measure.Variant:
-            def run(turn: int) -> None:
-                computation(*self._operands[turn % len(self._operands)])
-
-            return run
-
-        return [variant(computation) for computation in computations]
+        sets = self._operands
+        return [lambda turn, run=run: run(*sets[turn % len(sets)]) for run in computations]
 
     def exact_op(self) -> bool:
         """True if the op equals the sequence bit for bit on integer operands, on every rank. Collective."""

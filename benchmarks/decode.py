@@ -14,7 +14,8 @@ compiled, pass    the same with ``overlap_torch.inductor``
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import overlap_torch
 from overlap_torch._tools.launch import current_device
@@ -172,11 +169,8 @@ def _check_fused(name: str, model: nn.Module, args: argparse.Namespace) -> None:
         raise RuntimeError(f"{name}: {notes}")
 
 
-def _step(model: nn.Module, tokens: torch.Tensor) -> Callable[[int], None]:
-    def step(_: int) -> None:
-        tokens.copy_(model(tokens).argmax(-1))
-
-    return step
+def _step(model: nn.Module, tokens: torch.Tensor, _: int) -> None:
+    tokens.copy_(model(tokens).argmax(-1))
 
 
 def _rows(args: argparse.Namespace) -> Iterator[list[str]]:
@@ -195,7 +189,7 @@ def _rows(args: argparse.Namespace) -> Iterator[list[str]]:
                     right = logits if right is None else right
                     check_close(f"{name}: the logits are", logits, right, MAX_ERROR)
                     _check_fused(name, model, args)
-                    variants.append(_step(model, tokens))
+                    variants.append(functools.partial(_step, model, tokens))
                 times = watch.compare(mode, variants, args.repeats)
             yield from _lines(block, sequences, dict(zip(names, times, strict=True)))
             del variants, model

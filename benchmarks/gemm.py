@@ -5,6 +5,8 @@ The framework's is torch.mm, or for fp8 torch._scaled_mm with the same scales an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from overlap_torch import plan as plan_api
@@ -82,17 +84,10 @@ def run(
     sets = measure.operand_sets(device, (shape.m + shape.n) * shape.k * dtype.itemsize)
     operands = [_operands(shape, options, dtype, device, seed) for seed in range(sets)]
 
-    def library(turn: int) -> None:
-        _library(*operands[turn % len(operands)])
+    def variant(compute: Callable[..., torch.Tensor], *first: list[int]) -> measure.Variant:
+        return lambda turn: compute(*first, *operands[turn % sets])
 
-    def signalling(plan: Plan) -> measure.Variant:
-        code = plan_api.files.encode(plan)
-
-        def run_once(turn: int) -> None:
-            _signalling(code, *operands[turn % len(operands)])
-
-        return run_once
-
+    variants = [variant(_signalling, plan_api.files.encode(plan)) for plan in chosen]
     checked = [
         exact(plan, dtype, device, options.scales) if options.check else None for plan in chosen
     ]
@@ -100,9 +95,8 @@ def run(
         "gemm", shape.group, str(shape), {"m": shape.m, "n": shape.n, "k": shape.k}
     )
     for mode in options.modes:
-        samples = stopwatch.samples(
-            mode, [library, *map(signalling, chosen)], options.repeats(mode)
-        )
+        repeats = options.repeats(mode)
+        samples = stopwatch.samples(mode, [variant(_library), *variants], repeats)
         times = measure.summary(samples)
         for index, (plan, right) in enumerate(zip(chosen, checked, strict=True), start=1):
             ratio = (samples[0, index] / samples[0, 0]).median().item()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from statistics import geometric_mean
 
 from overlap_torch import _plan
 from overlap_torch.plan import Machine, Plan, Problem
@@ -15,7 +16,7 @@ from overlap_torch.plan._explain import H200
 
 from .shapes import Shape, suite_group
 from .study import Study, numbers
-from .tables import geometric_mean, table
+from .tables import table
 
 OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
 _REACHED = 0.9  # of a link's rate, by long messages

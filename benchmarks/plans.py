@@ -73,15 +73,8 @@ class MeasuredProblem:
         """Rank 0's candidates of the planner, on every rank; for scaled operands also the candidates that it does not
         weigh, because nobody has measured them. Collective."""
         machine = plan_api.machine(self.device, self.group)
-        chosen = []  # each plan's length, then the plan
         scaled = self.problem.recipe != plan_api.types.Recipe.NONE
-        for plan in plan_api.candidates(self.problem, machine, scaled):
-            code = plan_api.files.encode(plan)
-            chosen += [len(code), *code]
-        chosen = broadcast_integers(chosen, self.group)
-        plans = []
-        while chosen:
-            length, *rest = chosen
-            plans.append(plan_api.files.decode(rest[:length]))
-            chosen = rest[length:]
-        return plans
+        found = plan_api.candidates(self.problem, machine, scaled)
+        text = json.dumps([plan_api.files.encode(plan) for plan in found])
+        shared = bytes(broadcast_integers(list(text.encode()), self.group))
+        return [plan_api.files.decode(code) for code in json.loads(shared)]

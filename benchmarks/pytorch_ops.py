@@ -12,6 +12,8 @@ from torch.distributed import _symmetric_memory as symmetric_memory  # registers
 
 from .shapes import Shape
 
+# There is none for an all-to-all after a GEMM, nor for a block.
+OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
 _Computation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 
 
@@ -30,13 +32,13 @@ def baselines(
     Each is called once here, so that its workspace exists; one that refuses the problem is left out, and rank 0 says
     why. None off CUDA. Collective.
     """
-    if device.type != "cuda" or op not in _MAKERS:
+    if device.type != "cuda" or op not in OPS:
         return {}
     input_rows = shape.m // dist.get_world_size() if op == "allgather_gemm" else shape.m
     input = torch.zeros(input_rows, shape.k, dtype=dtype, device=device)
     weight = torch.zeros(shape.n, shape.k, dtype=dtype, device=device)
     chosen: dict[str, _Computation] = {}
-    for name, computation in _MAKERS[op](shape, dtype, device, group).items():
+    for name, computation in _computations(op, shape, dtype, device, group).items():
         try:
             computation(input, weight)
             torch.cuda.synchronize()
@@ -50,51 +52,34 @@ def baselines(
     return chosen
 
 
-def _all_reduce(
-    shape: Shape, dtype: torch.dtype, device: torch.device, group: str
+def _computations(
+    op: str, shape: Shape, dtype: torch.dtype, device: torch.device, group: str
 ) -> dict[str, _Computation]:
-    """A GEMM into symmetric memory, then the sum: in place, by a part on each rank, or all of it on every rank."""
+    ops = torch.ops.symm_mem
+    if op == "gemm_reducescatter":
+        fused = ops.fused_matmul_reduce_scatter
+        return {
+            "fused_matmul_reduce_scatter": lambda input, weight: (
+                fused(input, weight.t(), "sum", 0, group),
+            )
+        }
+    if op == "allgather_gemm":
+
+        def gather(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            gathered, outputs = ops.fused_all_gather_matmul(input, [weight.t()], 0, group)
+            return outputs[0], gathered
+
+        return {"fused_all_gather_matmul": gather}
+    # A GEMM into symmetric memory, then the sum: in place, by a part on each rank, or all of it on every rank.
     buffer = symmetric_memory.empty(shape.m, shape.n, dtype=dtype, device=device)
     symmetric_memory.rendezvous(buffer, group)
 
-    def two_shot(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        torch.mm(input, weight.t(), out=buffer)
-        return (torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", group),)
+    def summed(by: Callable[..., torch.Tensor]) -> _Computation:
+        def run(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            torch.mm(input, weight.t(), out=buffer)
+            return (by(buffer, "sum", group),)
 
-    def one_shot(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        torch.mm(input, weight.t(), out=buffer)
-        return (torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", group),)
+        return run
 
-    return {"two_shot_all_reduce_": two_shot, "one_shot_all_reduce": one_shot}
-
-
-def _reduce_scatter(
-    shape: Shape, dtype: torch.dtype, device: torch.device, group: str
-) -> dict[str, _Computation]:
-    fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
-    return {
-        "fused_matmul_reduce_scatter": lambda input, weight: (
-            fused(input, weight.t(), "sum", 0, group),
-        )
-    }
-
-
-def _all_gather(
-    shape: Shape, dtype: torch.dtype, device: torch.device, group: str
-) -> dict[str, _Computation]:
-    def fused(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        gathered, outputs = torch.ops.symm_mem.fused_all_gather_matmul(
-            input, [weight.t()], 0, group
-        )
-        return outputs[0], gathered
-
-    return {"fused_all_gather_matmul": fused}
-
-
-# There is none for an all-to-all after a GEMM, nor for a block.
-_MAKERS = {
-    "gemm_allreduce": _all_reduce,
-    "gemm_reducescatter": _reduce_scatter,
-    "allgather_gemm": _all_gather,
-}
-OPS = tuple(_MAKERS)
+    names = ("two_shot_all_reduce_", "one_shot_all_reduce")
+    return {name: summed(getattr(ops, name)) for name in names}

@@ -79,11 +79,8 @@ class Scaling:
             )  # fmt: skip
             return (output,)
 
-        if self._scales == "block":
-            return {}
-        known = {"allgather_gemm": gather, "gemm_reducescatter": scatter}
-        names = {
-            "allgather_gemm": "fused_all_gather_scaled_matmul",
-            "gemm_reducescatter": "fused_scaled_matmul_reduce_scatter",
+        known = {
+            "allgather_gemm": {"fused_all_gather_scaled_matmul": gather},
+            "gemm_reducescatter": {"fused_scaled_matmul_reduce_scatter": scatter},
         }
-        return {names[op]: known[op]} if op in known else {}
+        return {} if self._scales == "block" else known.get(op, {})

@@ -14,7 +14,6 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
-    parallelize_module,
 )
 
 from overlap_torch.parallel import (
@@ -108,10 +107,3 @@ class Styles(NamedTuple):
 
 OVERLAP = Styles(OverlapPrepareModuleInput, OverlapColwiseParallel, OverlapRowwiseParallel)
 PYTORCH = Styles(PrepareModuleInput, ColwiseParallel, RowwiseParallel)
-
-
-def parallel_block(mesh: DeviceMesh, styles: Styles, *sizes: int, mix: Mix) -> StyledBlock:
-    """The block with these styles; its parameters are to be set."""
-    with torch.device("meta"):
-        block = StyledBlock(*sizes, mix)
-    return parallelize_module(block, mesh, styles.plan())

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
+from statistics import geometric_mean
 
 # A line of the JSON output, with "label" and, where it has a plan, "summary".
 Row = dict[str, object]
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

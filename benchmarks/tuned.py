@@ -16,6 +16,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +29,6 @@ from overlap_torch._tune.session import Session, default_session, words
 from overlap_torch.plan import Plan, Problem, machine
 from overlap_torch.plan.templates import make_sequential
 
-from . import tables
 from .study import Study
 
 NEAR = 1.03  # of the best one's time
@@ -140,15 +140,13 @@ def row_of(entry: Entry) -> dict[str, Any]:
 def summary(name: str, rows: Sequence[dict[str, Any]], best: int = 0) -> str:
     """One line: lowest and geometric mean of the speed-ups over the sequence."""
 
-    def mean(column: str) -> float:
-        return tables.geometric_mean(row[column] for row in rows)
-
-    lowest = {column: min(row[column] for row in rows) for column in ("tuned", "untuned")}
-    other = sum(not row["sequence"] for row in rows)
-    line = (
-        f"{name:20} {len(rows)} problems, {other} not the sequence: tuned lowest {lowest['tuned']:.3f}x, mean "
-        f"{mean('tuned'):.3f}x; untuned lowest {lowest['untuned']:.3f}x, mean {mean('untuned'):.3f}x"
+    columns = {column: [row[column] for row in rows] for column in ("tuned", "untuned")}
+    tuned, untuned = (
+        f"lowest {min(column):.3f}x, mean {geometric_mean(column):.3f}x"
+        for column in columns.values()
     )
+    other = sum(not row["sequence"] for row in rows)
+    line = f"{name:20} {len(rows)} problems, {other} not the sequence: tuned {tuned}; untuned {untuned}"
     if best:
         near = sum(row["of_best"] <= NEAR for row in rows) / len(rows)
         line += f"; {near:.0%} within {NEAR - 1:.0%} of the best of {best}"

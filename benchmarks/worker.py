@@ -107,15 +107,8 @@ class _CaseRun:
             label=str(case),
             fields=sizes | ({"split": case.split} if case.split else {}),
         )
-        self._computations = Computations(
-            case,
-            dtype,
-            stopwatch.device,
-            group,
-            options.baselines,
-            options.scales,
-            options.fast_accum,
-        )
+        how = (options.baselines, options.scales, options.fast_accum)
+        self._computations = Computations(case, dtype, stopwatch.device, group, *how)
         self._baselines_checked = self._computations.exact_baselines() if options.check else {}
 
     def run(self) -> int:
@@ -158,12 +151,8 @@ class _CaseRun:
         sequence, op, *others = self._stopwatch.compare(
             mode, computations.variants(), self._options.repeats(mode)
         )
-        times = report.Timed(
-            sequence,
-            op,
-            dict(zip(computations.baselines, others, strict=True)),
-            self._baselines_checked,
-        )
+        by_name = dict(zip(computations.baselines, others, strict=True))
+        times = report.Timed(sequence, op, by_name, self._baselines_checked)
         return self._writer.measurement(
             self._subject, mode, times, checked, bounds=bounds, plan=plan
         )

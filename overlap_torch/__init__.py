@@ -22,8 +22,7 @@ from overlap_torch._attention.functions import context_parallel_attention
 from overlap_torch._attention.kernels import AttentionKernel
 from overlap_torch._attention.replace import replace_context_parallel
 from overlap_torch._attention.work import AttentionWork
-from overlap_torch._kernels.calls import consume, produce
-from overlap_torch._kernels.include import include_path
+from overlap_torch._kernels.calls import consume, include_path, produce
 from overlap_torch._kernels.job import Job
 from overlap_torch._kernels.resources import resources
 from overlap_torch._layers.rmsnorm import allreduce_rmsnorm, gemm_allreduce_rmsnorm
@@ -46,42 +45,13 @@ from overlap_torch.plan import Plan
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionKernel",
-    "AttentionWork",
-    "Documents",
-    "Gate",
-    "Job",
-    "Plan",
-    "Route",
-    "__version__",
-    "allgather_gemm",
-    "allreduce_rmsnorm",
-    "check",
-    "consume",
-    "context_parallel_attention",
-    "cut_tokens",
-    "gemm_allreduce",
-    "gemm_allreduce_rmsnorm",
-    "gemm_alltoall",
-    "gemm_reducescatter",
-    "include_path",
-    "inductor",
-    "moe",
-    "moe_combine",
-    "moe_dispatch",
-    "nn",
-    "parallel",
-    "plan",
-    "produce",
-    "replace_context_parallel",
-    "replace_symm_mem",
-    "report",
-    "resources",
-    "token_positions",
-    "trace",
-    "triton",
-    "tune",
-]
+    "AttentionKernel", "AttentionWork", "Documents", "Gate", "Job", "Plan", "Route", "__version__",
+    "allgather_gemm", "allreduce_rmsnorm", "check", "consume", "context_parallel_attention",
+    "cut_tokens", "gemm_allreduce", "gemm_allreduce_rmsnorm", "gemm_alltoall", "gemm_reducescatter",
+    "include_path", "inductor", "moe", "moe_combine", "moe_dispatch", "nn", "parallel", "plan",
+    "produce", "replace_context_parallel", "replace_symm_mem", "report", "resources",
+    "token_positions", "trace", "triton", "tune",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> ModuleType:

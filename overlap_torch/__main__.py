@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -29,17 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=list(COMMANDS))
     command = parser.parse_args(argv[:1]).command
     # Imported here: a command needs only what it uses.
-    if command == "doctor":
-        from overlap_torch._tools import doctor as module
-    elif command == "demo":
-        from overlap_torch._tools import demo as module
-    elif command == "explain":
-        from overlap_torch._tools import explain as module
-    elif command == "tune":
-        from overlap_torch._tune import command as module
-    else:
-        from overlap_torch._tools import bench as module
-    return module.main(argv[1:])
+    module = "_tune.command" if command == "tune" else f"_tools.{command}"
+    return importlib.import_module(f"overlap_torch.{module}").main(argv[1:])
 
 
 if __name__ == "__main__":

@@ -39,14 +39,8 @@ from overlap_torch._ops.group import Group, group_name
 from overlap_torch._ops.group import sizes as group_sizes
 
 __all__ = [
-    "FusionReport",
-    "FusionRow",
-    "MissedCollective",
-    "backend",
-    "disable",
-    "enable",
-    "report",
-]
+    "FusionReport", "FusionRow", "MissedCollective", "backend", "disable", "enable", "report",
+]  # fmt: skip
 
 _SLOT = "post_grad_custom_pre_pass"  # of Inductor's configuration
 _log = logging.getLogger(__name__)

@@ -306,10 +306,9 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
                 recipe=self.fp8,
             )
             return output
+        place = {"group": self.group, "world_size": self.world_size, "padding": padding}
         if placement.is_replicate() and not distributed:
-            return self.maps.column(
-                input, weight, bias, group=self.group, world_size=self.world_size, padding=padding
-            )
+            return self.maps.column(input, weight, bias, **place)
         if not distributed:
             input = self._as_dtensor(input, placement)
         if not placement.is_replicate():  # redistributing it would reduce the gradient here
@@ -317,15 +316,7 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
         local = to_local(input, (Partial(),))
         if self.fp8 is None:
             return functional.linear(local, weight, bias)
-        return self.maps.column(
-            local,
-            weight,
-            bias,
-            group=self.group,
-            world_size=self.world_size,
-            padding=padding,
-            reduces=False,
-        )
+        return self.maps.column(local, weight, bias, reduces=False, **place)
 
 
 class OverlapRowwiseLinear(_OverlapLinear):

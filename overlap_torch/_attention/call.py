@@ -270,11 +270,7 @@ def _rows(tensors: Sequence[tuple[torch.Tensor, slice]]) -> list[torch.Tensor]:
 
 
 def _attend(
-    calls: Sequence[Call],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    per_head: Tensors = (),
+    calls: Sequence[Call], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, per_head: Tensors = ()
 ) -> tuple[torch.Tensor, list]:
     """The output [B, rows, h, Dv] of these calls, and what each one saved."""
     outputs, saved = [], []

@@ -38,11 +38,6 @@ _COMPILED = "overlap_torch.context_parallel_attention runs a kernel of the calle
 Kernel = AttentionKernel | Callable[..., torch.Tensor] | str | None
 
 
-@constant_in_graphs
-def _default(device: torch.device) -> str:
-    return default_kernels(device)
-
-
 class _Operand(NamedTuple):
     """A tensor as it is checked."""
 
@@ -113,15 +108,13 @@ def _documents(documents: Documents | None, total: int, batch: int) -> tuple[int
     return documents.lengths if len(documents.lengths) > 1 else ()
 
 
-@functools.lru_cache(maxsize=64)
-def _kernel_of(function: Callable[..., torch.Tensor]) -> FunctionKernel:
-    return FunctionKernel(function)
+_kernel_of = functools.lru_cache(maxsize=64)(FunctionKernel)
 
 
 def _kernel(kernel: Kernel, device: torch.device) -> Kernel:
     """A key of BUILT_IN, or a caller's kernel or function."""
     if kernel is None:
-        return _default(device)
+        return default_kernels(device)
     if isinstance(kernel, str):
         names = ("flash", "cudnn", "cpu", "masked")
         if kernel not in names:
@@ -229,11 +222,6 @@ def _refused_by_peers(wanted: tuple, backward: bool, problem: Problem, form: For
 
 
 @constant_in_graphs
-def _reached(device: torch.device, group: str) -> bool:
-    return reaches(device, group)
-
-
-@constant_in_graphs
 def _chunks(
     wanted: tuple, backward: bool, device: torch.device, reached: bool, problem: tuple, form: tuple
 ) -> int:
@@ -260,7 +248,7 @@ def _chunks(
 
 def chunks_over_peers(problem: Problem, form: Form, device: torch.device, group: str) -> int:
     """The chunks that peers carry of a call without options, 0 where the group's collectives do."""
-    reached = device.type == "cuda" and _reached(device, group)
+    reached = device.type == "cuda" and reaches(device, group)
     return _chunks((None, None, False), False, device, reached, problem, form)
 
 
@@ -379,7 +367,7 @@ def _given(asked: tuple, kernel: str | AttentionKernel, name: str, q, k, v, per_
     operands = tuple([_Operand(one.shape, one.dtype, one.device) for one in (q, k, v)])
     backward = torch.is_grad_enabled() and any([one.requires_grad for one in (q, k, v, *per_head)])
     asks_peers = asked[-2] == "peer" or (asked[-2] is None and q.is_cuda)
-    place = (*place_of(name), asks_peers and _reached(q.device, name))
+    place = (*place_of(name), asks_peers and reaches(q.device, name))
     heads = tuple([(tuple(one.shape), one.device) for one in per_head])
     return operands, heads, asked, kernel, name, place, backward
 

@@ -10,6 +10,7 @@ import torch
 
 from overlap_torch._attention.work import AttentionWork, Share, one_band, work_of
 from overlap_torch._ops.composition import accumulated
+from overlap_torch._ops.graphs import constant_in_graphs
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -268,6 +269,7 @@ def kernels_of(kernel: str | AttentionKernel) -> tuple[AttentionKernel, ...]:
     return BUILT_IN[kernel] if isinstance(kernel, str) else (kernel,)
 
 
+@constant_in_graphs
 def default_kernels(device: torch.device) -> str:
     """The name in BUILT_IN of what a device's calls take; flash attention that was put in PyTorch's place comes first."""
     if device.type != "cuda":

@@ -89,15 +89,11 @@ def _gradients(ctx, grad, _):
     return *_ops._context_parallel_attention_backward(*given), *nothing
 
 
-def _keep_nothing(ctx, inputs, output) -> None:
-    pass
-
-
 def _refuse_second(ctx, *grads):
     raise RuntimeError(_SECOND)
 
 
-def _register(name: str, schema: str, kernel, backward, keep) -> None:
+def _register(name: str, schema: str, kernel, backward, keep=None) -> None:
     _library.define(
         f"{name}({schema}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     )
@@ -119,7 +115,6 @@ _register(
     f"Tensor grad, Tensor? q, Tensor? k, Tensor? v, Tensor? o, Tensor[] kept, int width, {_HOW}) -> (Tensor, Tensor, Tensor)",
     _backward,
     _refuse_second,
-    _keep_nothing,
 )
 
 
@@ -221,6 +216,4 @@ class _FirstOrder(torch.autograd.Function):
     def forward(ctx, of: torch.Tensor, *grads: torch.Tensor):
         return grads
 
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(_SECOND)
+    backward = staticmethod(_refuse_second)

@@ -163,17 +163,10 @@ def _forward(group, seq_dim, op, query, key, value, is_causal=False, **options):
     outputs, sums, rest = [], [], []
     with _gathered(share, query, key, value, name, _MOST_CHUNKS) as came:
         for chunk, keys, values in came:
-            own = query[:, chunk.heads.start : chunk.heads.stop]
-            parts = [
-                op(
-                    own[:, :, rows],
-                    keys[:, :, seen],
-                    values[:, :, seen],
-                    is_causal=is_causal,
-                    **options,
-                )
-                for rows, seen in _runs(share)
-            ]
+            own, parts = query[:, chunk.heads.start : chunk.heads.stop], []
+            for rows, seen in _runs(share):
+                operands = (own[:, :, rows], keys[:, :, seen], values[:, :, seen])
+                parts.append(op(*operands, is_causal=is_causal, **options))
             outputs.append(_joined([part[0] for part in parts], 2))
             sums.append(_joined([part[1] for part in parts], 2))
             rest = parts[-1][2:]

@@ -173,6 +173,21 @@ def only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
+def added_to(total: Node, shape: Sequence[int | torch.SymInt]) -> Node | None:
+    """The tensor of this shape that the only reader of ``total`` adds to it."""
+    user = only_user(total)
+    if user is None or user.target is not aten.add.Tensor or user.kwargs.get("alpha", 1) != 1:
+        return None
+    other = user.args[1] if user.args[0] is total else user.args[0]
+    fits = (
+        is_tensor(other)
+        and other is not total
+        and same_sizes(value(other).shape, shape)
+        and value(other).dtype == value(total).dtype
+    )
+    return other if fits else None
+
+
 def erase_unused(nodes: Iterable[Node]) -> None:
     """Erases the nodes that nothing reads, in the given order: readers come first."""
     for node in nodes:
@@ -267,46 +282,33 @@ def arguments(node: Node) -> dict[str, Any]:
     return found
 
 
-def after(node: Node, layout: Layout) -> Layout | None:
-    """The layout of a view's, a permutation's or an identity's result, given that of its input; None for other nodes."""
+def after(node: Node, layout: Layout, back: bool = False) -> Layout | None:
+    """The layout of a view's, a permutation's or an identity's result, given that of its input; None for other nodes.
+
+    ``back``: the layout of the input, given that of the result.
+    """
     if is_identity(node):
         return layout
     order = permutation(node)
     if order is not None:
+        order = [order.index(dim) for dim in range(len(order))] if back else order
         return [layout[dim] for dim in order]
     if is_view(node):
-        return regroup(flat(layout), [as_expr(size) for size in value(node).shape])
+        shape = value(node.args[0] if back else node).shape
+        return regroup(flat(layout), [as_expr(size) for size in shape])
     return None
 
 
 def before(node: Node, layout: Layout) -> Layout | None:
     """The layout of the input of a view, a permutation or an identity, given that of its result; None for other nodes."""
-    if is_identity(node):
-        return layout
-    order = permutation(node)
-    if order is not None:
-        source: Layout = [[] for _ in order]
-        for dim, place in zip(layout, order, strict=True):
-            source[place] = dim
-        return source
-    if is_view(node):
-        return regroup(flat(layout), [as_expr(size) for size in value(node.args[0]).shape])
-    return None
+    return after(node, layout, back=True)
 
 
-def after_recat(recat: Recat, layout: Layout) -> Layout | None:
-    """The layout of the result, given that of the tensor that is cut."""
-    return _move_parts(layout, recat.count, recat.cut_dim, recat.cat_dim)
-
-
-def before_recat(recat: Recat, layout: Layout) -> Layout | None:
-    """The layout of the tensor that is cut, given that of the result."""
-    return _move_parts(layout, recat.count, recat.cat_dim, recat.cut_dim)
-
-
-def _move_parts(layout: Layout, count: int, from_dim: int, to_dim: int) -> Layout | None:
-    """Puts one dim's outer factor, ``count``, before another dim's factors; None if it does not divide."""
-    parts_count = sympy.Integer(count)
+def after_recat(recat: Recat, layout: Layout, back: bool = False) -> Layout | None:
+    """The layout of the result, given that of the tensor that is cut, or ``back``: one dim's outer factor goes before another
+    dim's factors. None if it does not divide."""
+    from_dim, to_dim = (recat.cut_dim, recat.cat_dim)[:: -1 if back else 1]
+    parts_count = sympy.Integer(recat.count)
     rest = divide(size_of(flat([layout[from_dim]])), parts_count)
     parts = None if rest is None else regroup(layout[from_dim], [parts_count, rest])
     if parts is None:

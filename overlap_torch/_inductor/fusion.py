@@ -48,10 +48,12 @@ def fuse(graph: Graph, settings: Settings) -> list[FusionRow]:
         return []
     forget_intermediate_sizes(graph)
     rows = {node: _row(node) for node in collectives}
-    direction = "backward" if _is_backward(graph) else "forward"
+    # AOTAutograd calls the gradients that reach a backward graph tangents.
+    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+    backward = any(name.startswith("tangents") for name in inputs)
     # Reductions first, because they gain more from a GEMM that is between two collectives.
     for node in collectives:
-        rows[node]["direction"] = direction
+        rows[node]["direction"] = "backward" if backward else "forward"
         if node.target in KINDS and KINDS[node.target] != "all_gather":
             _fuse_reduction(node, rows[node], settings)
     gathers: dict[tuple[Node, str], list[Node]] = {}
@@ -154,10 +156,3 @@ def _world_size(group: str) -> int:
         return world_size(group)
     except ValueError:
         return 0
-
-
-def _is_backward(graph: Graph) -> bool:
-    """AOTAutograd calls the gradients that reach a backward graph tangents."""
-    return any(
-        node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes
-    )

@@ -21,6 +21,7 @@ from overlap_torch._inductor.editing import (
     collective_name,
     descendants,
     describe,
+    erase_unused,
     is_identity,
     is_tensor,
     is_view,
@@ -119,8 +120,8 @@ def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> FusedGa
         own |= of_scales.walk.nodes(of_scales.walk.plain())
     for node, replacement in rest.items():
         node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user not in own)
-    replayed = [node for reader in readers for node in reader.replayed]
-    _erase_unused({*own, *replayed}, gathers[0])
+    own = own.union(*(reader.replayed for reader in readers))
+    erase_unused(node for node in reversed(gathers[0].graph.nodes) if node in own)
     return FusedGather(len(readers), [] if of_scales is None else of_scales.gathers)
 
 
@@ -152,12 +153,6 @@ def _has_gemm(collective: Node) -> bool:
     walk = walk_from([collective], layout_of(value(collective).shape))
     others = [node for node in walk.others if collective_name(node) is not None]
     return bool(walk.readers or walk.refused) or any(_has_gemm(node) for node in others)
-
-
-def _erase_unused(nodes: set[Node], place: Node) -> None:
-    for node in reversed(place.graph.nodes):
-        if node in nodes and not node.users:
-            node.graph.erase_node(node)
 
 
 # --- finding --------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from overlap_torch._inductor.editing import (
     WAIT,
     Editor,
     NotFused,
+    added_to,
     as_expr,
     aten,
     c10d,
@@ -23,7 +24,6 @@ from overlap_torch._inductor.editing import (
     is_tensor,
     is_view,
     only_user,
-    same_sizes,
     value,
 )
 from overlap_torch._layers.rmsnorm import MOST_ROWS, kernels_finish
@@ -65,10 +65,10 @@ def fuse_norm(total: Node) -> str | None:
         return None
     at, views = _behind_views(total)
     rows = summed.bias is None and value(at).dim() > 1
-    if rows and (bias := _added(at, value(at).shape[-1:])) is not None:
+    if rows and (bias := added_to(at, value(at).shape[-1:])) is not None:
         summed, at = replace(summed, bias=bias), only_user(at)
         views.append(at)
-    residual = _added(at, value(at).shape)
+    residual = added_to(at, value(at).shape)
     last = at if residual is None else next(iter(at.users))
     norm = _norm_of(last)
     if norm is None or not _gains(last):
@@ -147,27 +147,10 @@ def _behind_views(total: Node) -> tuple[Node, list[Node]]:
     return at, views
 
 
-def _added(total: Node, shape: Sequence[int | torch.SymInt]) -> Node | None:
-    """The tensor of this shape that the only reader of ``total`` adds to it."""
-    user = only_user(total)
-    if user is None or user.target is not aten.add.Tensor or user.kwargs.get("alpha", 1) != 1:
-        return None
-    other = user.args[1] if user.args[0] is total else user.args[0]
-    fits = (
-        is_tensor(other)
-        and other is not total
-        and same_sizes(value(other).shape, shape)
-        and value(other).dtype == value(total).dtype
-    )
-    return other if fits else None
-
-
 def _gains(total: Node) -> bool:
     *rows, columns = value(total).shape
-    few = 1
-    for size in rows:
-        few = few * size
-    return statically_known_true(few <= MOST_ROWS) and kernels_finish(value(total).dtype, columns)
+    few = statically_known_true(math.prod(rows) <= MOST_ROWS)
+    return few and kernels_finish(value(total).dtype, columns)
 
 
 def _norm_of(total: Node) -> _Norm | None:

@@ -12,11 +12,12 @@ from overlap_torch._inductor.editing import (
     Editor,
     NotFused,
     WaitedFor,
+    added_to,
     after,
+    after_recat,
     arguments,
     aten,
     before,
-    before_recat,
     c10d,
     cast_dtype,
     describe,
@@ -197,7 +198,7 @@ def _producers(node: Node, layout: Layout, reader: Node) -> _Sum:
         raise WaitedFor(f"another collective, {between}, is waited for between its GEMM and it")
     recat = recat_of(node)
     if recat is not None and not recat.recasts:
-        source = before_recat(recat, layout)
+        source = after_recat(recat, layout, back=True)
         return _through(node, recat.source, source, reader, recat.inner[0], recat.inner[::-1])
     if node.target is aten.add.Tensor:
         return _sum_of(node, layout, reader)
@@ -415,16 +416,7 @@ def _bias_behind(reduction: _Reduction, columns: Atoms) -> _BiasAdd | None:
         if after(user, layout) is None or user.args[0] is not node:
             return None
         node, layout = user, after(user, layout)
-    first, second = user.args
-    bias = second if first is node else first
-    fits = (
-        is_tensor(bias)
-        and bias is not node
-        and value(bias).dim() == 1
-        and value(bias).dtype == value(node).dtype == value(user).dtype
-        and user.kwargs.get("alpha", 1) == 1
-        and bool(layout)
-        and leaves(layout[-1]) == leaves(columns)
-        and as_expr(value(bias).shape[0]) == as_expr(value(node).shape[-1])
-    )
-    return _BiasAdd(user, node, bias) if fits else None
+    bias = added_to(node, value(node).shape[-1:])
+    if bias is None or not layout or leaves(layout[-1]) != leaves(columns):
+        return None
+    return _BiasAdd(user, node, bias)

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable
 from typing import TypedDict
 
 from torch._dynamo.utils import counters
@@ -105,22 +104,18 @@ def keep(rows: list[FusionRow]) -> None:
     counters["inductor"][f"{_PREFIX}{key}:{packed}"] += 1
 
 
-def _cached() -> Iterable[tuple[str, list[FusionRow]]]:
-    for name in counters["inductor"]:
-        if name.startswith(_PREFIX):
-            key, _, packed = name.removeprefix(_PREFIX).partition(":")
-            if key not in _kept:
-                yield key, json.loads(zlib.decompress(base64.b85decode(packed)))
-
-
 def report(clear: bool) -> FusionReport:
     """All graphs' rows, each graph once even if it was compiled several times; with ``clear`` it then forgets them."""
-    _kept.update(dict(_cached()))
+    counted = [name for name in counters["inductor"] if name.startswith(_PREFIX)]
+    for name in counted:
+        key, _, packed = name.removeprefix(_PREFIX).partition(":")
+        if key not in _kept:
+            _kept[key] = json.loads(zlib.decompress(base64.b85decode(packed)))
     rows = FusionReport(
         {**row, "graph": number} for number, graph in enumerate(_kept.values()) for row in graph
     )
     if clear:
         _kept.clear()
-        for name in [name for name in counters["inductor"] if name.startswith(_PREFIX)]:
+        for name in counted:
             del counters["inductor"][name]
     return rows

@@ -81,11 +81,10 @@ class _Edits:
             (node.lineno - 1, node.col_offset, node.lineno - 1, node.col_offset, text)
         )
 
-    def line_before(self, node: ast.stmt, text: str) -> None:
-        self._inserted.setdefault(node.lineno - 1, []).append(" " * node.col_offset + text)
-
-    def line_after(self, node: ast.stmt, text: str) -> None:
-        self._inserted.setdefault(node.end_lineno, []).append(" " * node.col_offset + text)
+    def insert(self, node: ast.stmt, text: str, after: bool = False) -> None:
+        """Puts a line before or after a statement."""
+        place = node.end_lineno if after else node.lineno - 1
+        self._inserted.setdefault(place, []).append(" " * node.col_offset + text)
 
     def applied(self) -> tuple[str, list[int]]:
         """The new text, and the line of the file of each of its lines."""
@@ -163,7 +162,9 @@ class _Pass:
         given = f"({self.tables[2]}, {self._chunk(scope)})"
         if self.input is None:
             signal = "signal_bulk" if followed.bulk else "signal"
-            self.edits.line_after(self._last(scope, followed), f"{self.ot}.{signal}{given}")
+            storing = {id(one) for call in followed.stores.values() for one in self._around(call)}
+            last = [statement for statement in scope.body if id(statement) in storing][-1]
+            self.edits.insert(last, f"{self.ot}.{signal}{given}", after=True)
         else:
             wait = "wait_bulk" if loaded.bulk else "wait"
             self._insert_first(scope, f"{self.ot}.{wait}{given}")
@@ -394,9 +395,4 @@ class _Pass:
         first = scope.body[1 if documented and len(scope.body) > 1 else 0]
         if first.lineno == scope.lineno:
             self._refuse(first, "the loop's body is on the loop's own line")
-        self.edits.line_before(first, text)
-
-    def _last(self, scope: ast.FunctionDef | ast.For | ast.While, followed: Followed) -> ast.stmt:
-        """The last statement of the scope that stores."""
-        storing = {id(one) for call in followed.stores.values() for one in self._around(call)}
-        return [statement for statement in scope.body if id(statement) in storing][-1]
+        self.edits.insert(first, text)

@@ -10,7 +10,6 @@ import itertools
 import linecache
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -65,11 +64,8 @@ class Aligned:
 
     @functools.cached_property
     def _jitted(self) -> object:
-        return _jit(
-            _innermost(self._kernel),
-            _compiled(self._alignment.after, self._function),
-            len(self._alignment.tables),
-        )
+        function = _compiled(self._alignment.after, self._function)
+        return _jit(_innermost(self._kernel), function, len(self._alignment.tables))
 
     @functools.cached_property
     def _probing(self) -> object:
@@ -86,11 +82,11 @@ class Aligned:
         given = None if callable(grid) else tuple(grid)
         key = (self, job._debug is None, given, len(args), *kwargs, *values)
         known = job._prepared.aligned
-        launch = known.get(key)
-        if launch is None:
-            launch = known[key] = self._prove(job, grid, args, kwargs)
-        launch.inner.counters = job.counters if self._input is None else job.arrived
-        return launch.chain.run(*args, grid=grid, warmup=False, **kwargs)
+        inner, chain = known.get(key) or (None, None)
+        if inner is None:
+            inner, chain = known[key] = self._prove(job, grid, args, kwargs)
+        inner.counters = job.counters if self._input is None else job.arrived
+        return chain.run(*args, grid=grid, warmup=False, **kwargs)
 
     def _argument(self, name: str, args: tuple, kwargs: dict[str, object]) -> torch.Tensor:
         place = self._places[name]
@@ -128,7 +124,10 @@ class Aligned:
 
     # --- once for each kind of launch -----------------------------------------------------------------------------
 
-    def _prove(self, job: Job, grid: object, args: tuple, kwargs: dict[str, object]) -> _Launch:
+    def _prove(
+        self, job: Job, grid: object, args: tuple, kwargs: dict[str, object]
+    ) -> tuple[_Inner, object]:
+        """The kernel with its tables, and the decorators above it."""
         what = job._prepared.what
         if job._capturing:
             raise RuntimeError(
@@ -142,27 +141,22 @@ class Aligned:
             if proven and not job._prepared.on_gpu:
                 break  # nothing is timed in the interpreter
             recorder = _Recorder(self._names)
-            _chain(self._kernel, recorder, config and [config]).run(
-                *args, grid=grid, warmup=False, **kwargs
-            )
-            needed = [
-                recorder.meta.get(name) for name in self._names if name in self._probe.constants
-            ]
-            key = (recorder.grid, *map(_key, needed))
+            chain = _chain(self._kernel, recorder, config and [config])
+            chain.run(*args, grid=grid, warmup=False, **kwargs)
+            constants = [name for name in self._names if name in self._probe.constants]
+            key = (recorder.grid, *(_key(recorder.meta.get(name)) for name in constants))
             if key not in results:
                 results[key] = self._result(job, recorder)
             if isinstance(results[key], Mismatch):
                 refused.append((config, results[key]))
                 continue
             proven.append(config)
-            tables[tuple([recorder.meta.get(name) for name in varying])] = (
-                *results[key],
-                recorder.grid,
-            )
+            place = tuple([recorder.meta.get(name) for name in varying])
+            tables[place] = (*results[key], recorder.grid)
         if not proven:
             raise ValueError(self._none_fits(what, refused))
         inner = _Inner(self._jitted, varying, tables)
-        return _Launch(inner, _chain(self._kernel, inner, None if proven[0] is None else proven))
+        return inner, _chain(self._kernel, inner, None if proven[0] is None else proven)
 
     def _result(
         self, job: Job, recorder: _Recorder
@@ -170,16 +164,12 @@ class Aligned:
         for name, line in self._alignment.never.items():
             if recorder.meta.get(name):
                 place = f"{self._alignment.before.file}:{line}"
-                raise ValueError(
-                    self._refusal(
-                        f"{place}: {name} is {recorder.meta[name]!r} there, which neither waits nor signals allow; pass False"
-                    )
-                )
+                why = f"{name} is {recorder.meta[name]!r} there, which neither waits nor signals allow; pass False"
+                raise ValueError(self._refusal(f"{place}: {why}"))
         self._check_aliases(job, recorder.meta)
         output = self._argument(self._output, recorder.args, recorder.kwargs)
-        run = Run(
-            self._probing, self._output, recorder.args, recorder.kwargs, recorder.grid, self._names
-        )
+        given = (recorder.args, recorder.kwargs, recorder.grid)
+        run = Run(self._probing, self._output, *given, self._names)
         try:
             return prove(job, run, output, self._input)
         except Mismatch as error:
@@ -197,9 +187,8 @@ class Aligned:
                 continue
             if value.data_ptr() < end and begin < value.data_ptr() + value.nbytes:
                 place = f"{self._alignment.before.file}:{self._alignment.store_line}"
-                raise ValueError(
-                    self._refusal(f"{place}: {name} is aliased: {other} is the same memory")
-                )
+                why = f"{name} is aliased: {other} is the same memory"
+                raise ValueError(self._refusal(f"{place}: {why}"))
 
     def _matrix(self, job: Job) -> tuple[str, torch.Tensor]:
         if self._input is not None:
@@ -274,12 +263,6 @@ class _Recorder:
         self.grid = tuple(grid(self.meta) if callable(grid) else grid)
 
 
-@dataclass
-class _Launch:
-    inner: _Inner
-    chain: object = field(repr=False)
-
-
 def _innermost(kernel: object) -> object:
     while isinstance(kernel, Autotuner | Heuristics):
         kernel = kernel.fn
@@ -326,18 +309,9 @@ def _key(value: object) -> object:
 
 def _jit(kernel: object, function: types.FunctionType, inserted: int) -> object:
     """Decorates as the kernel was, with this number of additional first parameters."""
-    names = (
-        "version",
-        "do_not_specialize",
-        "do_not_specialize_on_alignment",
-        "debug",
-        "noinline",
-        "launch_metadata",
-    )
-    options = getattr(kernel, "kwargs", None) or {
-        name: getattr(kernel, name, None) for name in names
-    }
-    options = dict(options)
+    names = "version do_not_specialize do_not_specialize_on_alignment debug noinline launch_metadata".split()
+    known = getattr(kernel, "kwargs", None)
+    options = dict(known or {name: getattr(kernel, name, None) for name in names})
     for name in ("do_not_specialize", "do_not_specialize_on_alignment"):
         places = options.get(name) or []
         options[name] = [one + inserted if isinstance(one, int) else one for one in places]
@@ -350,10 +324,7 @@ def _compiled(source: Source, like: types.FunctionType) -> types.FunctionType:
     linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
     flags = like.__code__.co_flags & __future__.annotations.compiler_flag
     # Names are looked up now, so those defined below the kernel are found, too.
-    names = {
-        **source.names,
-        **{name: one for name, one in like.__globals__.items() if name not in source.names},
-    }
+    names = {**like.__globals__, **source.names}
     code = compile(ast.parse(source.text), file, "exec", flags=flags, dont_inherit=True)
     exec(code, names)
     function = names[source.name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -117,37 +118,50 @@ def produce(
     key = (
         collective, tuple(shape), dtype, tuple(tile), chunks, tile_order, _code(plan), kernel_us,
         None if send_rows is None else tuple(send_rows), None if recv_rows is None else tuple(recv_rows), resources,
-        device, _current_device(), name, signals,
+        device, torch.cuda.current_device() if torch.cuda.is_initialized() else -1, name, signals,
     )  # fmt: skip
     prepared = _found(key)
     if prepared is None:
-        request = _produce_request(
-            collective, shape, dtype, tile, chunks, tile_order, plan, kernel_us, send_rows, recv_rows, resources, device, name,
-            signals,
-        )  # fmt: skip
-        _check_gradients(request.what, operands)
+        what = f"overlap_torch.produce({collective!r}, {tuple(shape)})"
+        problem = _produced(what, collective, shape, dtype, send_rows, recv_rows, name)
+        to_all = problem.op == Op.GEMM_ALLTOALL
+        if not signals and (to_all or (chunks, plan, kernel_us) != (None, None, None)):
+            raise ValueError(
+                f"{what}: signals is False, allowed is that for all_reduce and reduce_scatter, without chunks, plan and kernel_us: "
+                "leave these out, or let the kernel signal"
+            )
+        request = Request(
+            what=what,
+            problem=problem,
+            tile=_two(tile, "tile", 1),
+            chunks=chunks,
+            tile_order=tile_order,
+            plan=plan,
+            kernel_us=kernel_us,
+            send_rows=tuple(send_rows or ()),
+            recv_rows=tuple(recv_rows or ()),
+            signals=signals,
+            resources=resources,
+            device=_device(device, name),
+            group=name,
+        )
+        _check_gradients(what, operands)
         prepared = _prepared[key] = request.prepare()
     else:
         _check_gradients(prepared.what, operands)
     return Job(prepared)
 
 
-def _produce_request(
+def _produced(
+    what: str,
     collective: str,
     shape: Sequence[int],
     dtype: torch.dtype,
-    tile: tuple[int, int],
-    chunks: int | None,
-    tile_order: str | tile_orders.Order,
-    plan: Plan | None,
-    kernel_us: float | Callable[[], object] | None,
     send_rows: Sequence[int] | None,
     recv_rows: Sequence[int] | None,
-    resources: KernelResources,
-    device: torch.device | str | None,
     name: str,
-    signals: bool,
-) -> Request:
+) -> Problem:
+    """The problem of a kernel's product; raises ValueError unless the arguments fit each other."""
     if collective not in _OPS:
         raise ValueError(
             f"collective is {collective!r}, allowed are {', '.join(map(repr, _OPS))}"
@@ -157,42 +171,19 @@ def _produce_request(
                 else ""
             )
         )
-    op = _OPS[collective]
-    what = f"overlap_torch.produce({collective!r}, {tuple(shape)})"
     rows, columns = _two(shape, "shape", 0)
-    world = process_group(name).size()
-    to_all = op == Op.GEMM_ALLTOALL
-    send, receive = list(send_rows or ()), list(recv_rows or ())
+    to_all = collective == "all_to_all"
     if to_all != (send_rows is not None and recv_rows is not None):
         raise ValueError(
             f"{what}: send_rows and recv_rows are {send_rows} and {recv_rows}; give both to all_to_all, and neither to "
             "the others"
         )
-    if to_all and sum(send) != rows:
+    if to_all and sum(send_rows) != rows:
         raise ValueError(
-            f"{what}: send_rows must add up to the rows, {rows}, but add up to {sum(send)}"
+            f"{what}: send_rows must add up to the rows, {rows}, but add up to {sum(send_rows)}"
         )
-    if not signals and (to_all or (chunks, plan, kernel_us) != (None, None, None)):
-        raise ValueError(
-            f"{what}: signals is False, allowed is that for all_reduce and reduce_scatter, without chunks, plan and kernel_us: "
-            "leave these out, or let the kernel signal"
-        )
-    problem = Problem(0 if to_all else rows, columns, 1, dtype, world, op)
-    return Request(
-        what=what,
-        problem=problem,
-        tile=_two(tile, "tile", 1),
-        chunks=chunks,
-        tile_order=tile_order,
-        plan=plan,
-        kernel_us=kernel_us,
-        send_rows=tuple(send),
-        recv_rows=tuple(receive),
-        signals=signals,
-        resources=resources,
-        device=_device(device, name),
-        group=name,
-    )
+    world = process_group(name).size()
+    return Problem(0 if to_all else rows, columns, 1, dtype, world, _OPS[collective])
 
 
 @untraced
@@ -280,13 +271,16 @@ def consume(
     return Job(prepared, input)
 
 
+def include_path() -> str:
+    """The folder of ``overlap/signal.cuh``, which CUDA kernels include that signal or await chunks.
+
+    For ``extra_include_paths`` of ``torch.utils.cpp_extension.load_inline``.
+    """
+    return str(Path(__file__).parents[1] / "include")
+
+
 def _code(plan: Plan | None) -> tuple[int, ...] | None:
     return None if plan is None else tuple(encode(plan))
-
-
-def _current_device() -> int:
-    """The device for a cache key, if the caller gave no device or no index."""
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
 
 def _resources_of(resources: KernelResources | None, plan: Plan | None) -> KernelResources:

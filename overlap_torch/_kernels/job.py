@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from overlap_torch._kernels import occupancy
 from overlap_torch._kernels import resources as _resources
 from overlap_torch._kernels.request import Prepared
-from overlap_torch._ops import library  # noqa: F401  (the library holds the jobs)
+from overlap_torch._ops.collectives import compares_all
 from overlap_torch._ops.graphs import outside_graphs
 
 _COMPILED = "a kernel between overlap_torch.produce or consume and its result is no op that torch.compile could trace"
@@ -86,7 +85,7 @@ class Job:
         if self._rows is None:
             self.output = matrix
             self.counters = self._counters = counters
-            if _debugs() and prepared.signals and not self._capturing:
+            if compares_all() and prepared.signals and not self._capturing:
                 # Each tile has a counter of its own.
                 device = prepared.device
                 self._debug = torch.zeros(self.tiles, dtype=torch.int32, device=device)
@@ -175,8 +174,3 @@ class Job:
             raise RuntimeError(f"{self._prepared.what}: {text}")
         counts = torch.tensor(self._prepared.job.chunk_tiles(), dtype=torch.int32)
         self._counters[: len(counts)].copy_(counts)
-
-
-@functools.cache
-def _debugs() -> bool:
-    return torch.ops.overlap.environment()["OVERLAP_DEBUG"] == "1"

@@ -134,13 +134,12 @@ class _Slice:
                 self._forms[id(statement)] = forms
                 for form in forms:
                     self._need(form)
-        self._close(tree.body)
+        before = None  # until there are no more statements that kept ones need
+        while before != (before := (len(self.needed), len(self._kept))):
+            self._mark(tree.body)
         self._check(tree.body)
-        made = ast.FunctionDef(
-            name=self.name, args=tree.args, body=self._build(tree.body) or [ast.Pass()], decorator_list=[],
-            type_params=[],
-        )  # fmt: skip
-        return made
+        body = self._build(tree.body) or [ast.Pass()]
+        return ast.FunctionDef(self.name, tree.args, body, decorator_list=[], type_params=[])
 
     def emit(self, tree: ast.FunctionDef) -> Function:
         text = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
@@ -205,10 +204,8 @@ class _Slice:
         defaults = dict(
             zip(callee.parameters[::-1], [*callee.tree.args.defaults][::-1], strict=False)
         )
-        tree.args = ast.arguments(
-            posonlyargs=[], args=[ast.arg(one) for one in (_TILE, *CONTEXT)] + kept, kwonlyargs=[], kw_defaults=[],
-            defaults=[],
-        )  # fmt: skip
+        args = [ast.arg(one) for one in (_TILE, *CONTEXT)] + kept
+        tree.args = ast.arguments([], args, kwonlyargs=[], kw_defaults=[], defaults=[])
         self.inner.append(made.emit(tree))
         arguments = [given.get(one.arg, defaults.get(one.arg)) for one in kept]
         return _expression(name, _name(self.tile), *map(_name, CONTEXT), *arguments)
@@ -222,28 +219,16 @@ class _Slice:
             if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)
         }
 
-    def _close(self, body: list[ast.stmt]) -> None:
-        """Keeps statements that kept statements need, until there are no more."""
-        before = None
-        while before != (before := (len(self.needed), len(self._kept))):
-            self._mark(body)
-
     def _mark(self, body: list[ast.stmt]) -> bool:
         any_kept = False
         for statement in body:
             parts = [getattr(statement, name, []) for name in ("body", "orelse")]
             kept = any([self._mark(part) for part in parts]) or id(statement) in self._forms
             if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
-                targets = (
-                    statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                )
-                names = {
-                    one.id
-                    for target in targets
-                    for one in ast.walk(target)
-                    if isinstance(one, ast.Name)
-                }
-                if names & self.needed:
+                assigns = isinstance(statement, ast.Assign)
+                targets = statement.targets if assigns else [statement.target]
+                inside = (one for target in targets for one in ast.walk(target))
+                if {one.id for one in inside if isinstance(one, ast.Name)} & self.needed:
                     self._kept.add(id(statement))
                     self._need(statement)
             elif kept and not isinstance(statement, ast.Expr | ast.Return):

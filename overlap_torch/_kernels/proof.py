@@ -71,7 +71,12 @@ def prove(
 
     owner, counts, rows = probed(identity)
     number_of = _numbers(owner, tile, tiles)
-    _once(counts)
+    wrong = (counts != 1).nonzero().flatten()
+    if len(wrong):
+        number = int(wrong[0])
+        raise Mismatch(
+            f"program {number} reaches the end of its tile {int(counts[number])} times, not once"
+        )
     if input is not None:
         _own_rows(rows, number_of, tile, shape)
     order = number_of[job.tile_order.long()].contiguous()
@@ -119,15 +124,6 @@ def _seen(owner: torch.Tensor, tile: tuple[int, int]) -> str:
     if len(places) == height * width and (height, width) != tile:
         text += f"; make the job with tile=({height}, {width})"
     return text
-
-
-def _once(counts: torch.Tensor) -> None:
-    wrong = (counts != 1).nonzero().flatten()
-    if len(wrong):
-        number = int(wrong[0])
-        raise Mismatch(
-            f"program {number} reaches the end of its tile {int(counts[number])} times, not once"
-        )
 
 
 def _own_rows(

@@ -10,15 +10,30 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from overlap_torch._kernels import plans, tile_orders
+from overlap_torch._kernels import tile_orders
 from overlap_torch._kernels.resources import KernelResources
 from overlap_torch._ops import library  # noqa: F401  (the library holds the jobs)
 from overlap_torch._ops.group import process_group
-from overlap_torch._plan import MAX_CHUNKS, Op, Plan, Problem, encode
+from overlap_torch._plan import (
+    MAX_CHUNKS,
+    Op,
+    Plan,
+    Problem,
+    Resources,
+    Transport,
+    encode,
+    make_kernel_plan,
+    validate,
+)
 from overlap_torch.plan import machine
 from overlap_torch.plan._library import check_on
-from overlap_torch.plan.templates import row_panels
+from overlap_torch.plan.templates import make_all_to_all, row_panels
 
+_DEFAULT_CHUNKS = 4
+# NCCL's CTAs beside a kernel of unknown time: the number with which its all-reduce is nearly at full speed, and the number
+# that fills a link.
+_REDUCING_CTAS = 16
+_MOVING_CTAS = 8
 _STAND_IN_SMS = 4  # a CPU's, for persistent kernels in Triton's interpreter
 
 
@@ -78,7 +93,7 @@ class Request:
         if chunks is not None and (type(chunks) is not int or not 1 <= chunks <= MAX_CHUNKS):
             raise ValueError(f"{self.what}: chunks is {chunks!r}, allowed are 1 to {MAX_CHUNKS}")
         if self.plan is None:
-            plan, pieces = self._planned(), (chunks or 4) if to_all else 1
+            plan, pieces = self._planned(), (chunks or _DEFAULT_CHUNKS) if to_all else 1
         else:
             check_plan(self.what, self.plan, problem, self.tile, self.device)
             plan, pieces = self.plan.copy(), chunks or 1
@@ -98,27 +113,34 @@ class Request:
         return Prepared(self, plan, job)
 
     def _planned(self) -> Plan:
-        measured = None
+        """Row panels: if the kernel's time is known, the planner chooses their number and transport; else they have about
+        equal heights. An all-to-all has one chunk, because its rows differ by rank.
+        """
+        problem, tile, comm_sms = self.problem, self.tile, self.resources.comm_sms
+        alone, to_all = problem.world_size == 1, problem.op == Op.GEMM_ALLTOALL
+        on_cpu, us = self.device.type == "cpu", None
         if self.kernel_us is not None:
-            measured = _time_of(self.kernel_us, self.device, self.group)
-        alone = self.problem.world_size == 1
+            us = _time_of(self.kernel_us, self.device, self.group)
         if not self.signals and not alone:
-            return row_panels(
-                self.problem,
-                1,
-                tile=self.tile,
-                transport="gloo" if self.device.type == "cpu" else "peer",
-                collective="stripes",
-            )
-        return plans.make_plan(
-            self.problem,
-            self.tile,
-            1 if alone else self.chunks,
-            measured,
-            machine(self.device, self.group) if measured is not None and not alone else None,
-            self.resources.comm_sms,
-            self.device.type == "cpu" or alone,
-        )
+            transport = Transport.GLOO if on_cpu else Transport.PEER
+            return row_panels(problem, 1, tile=tile, transport=transport, collective="stripes")
+        if us is not None and not alone and not to_all:
+            here = machine(self.device, self.group)
+            return make_kernel_plan(problem, here, tile, us, comm_sms, self.chunks or 0)
+        transport, ctas = Transport.GLOO, 0
+        if not on_cpu and not alone:
+            moves = to_all or problem.op == Op.ALLGATHER_GEMM
+            transport, ctas = Transport.NCCL, _MOVING_CTAS if moves else _REDUCING_CTAS
+            ctas = min(ctas, comm_sms) if comm_sms else ctas
+        how = {"max_ctas": ctas, "transport": transport}
+        if to_all:
+            made = make_all_to_all(problem, resources=Resources(comm_sms), **how)
+            made.tile_m, made.tile_n = tile
+            validate(made)
+            return made
+        rows = -(-(problem.m // problem.row_parts) // tile[0])
+        chunks = 1 if alone else min(self.chunks or _DEFAULT_CHUNKS, rows)
+        return row_panels(problem, chunks, tile=tile, comm_sms=comm_sms, **how)
 
 
 def check_plan(

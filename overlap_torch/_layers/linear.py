@@ -249,12 +249,7 @@ class _Columns(TransformedFunction):
 
 
 def _gradients(
-    grad: torch.Tensor,
-    input: Gradient,
-    weight: Gradient,
-    with_bias: bool,
-    group: str,
-    padding: int,
+    grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool, group: str, padding: int
 ) -> tuple[Gradient, Gradient, Gradient]:
     """The gradients of a replicated input, of a weight and of a bias: the first if the weight is given, the second if the
     input is. They can be differentiated where gradients are recorded."""
@@ -284,16 +279,14 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def as_under_autocast(
     input: torch.Tensor, *others: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
-    """The operands of a linear map, cast by autocast's rules, because backward uses the Function's saved tensors as they
-    are."""
+    """The operands of a linear map, cast by autocast's rules (all floating-point ones except float64), because backward uses
+    the Function's saved tensors as they are."""
     dtype = autocast_dtype(input.device.type)
     if dtype is None:
         return [input, *others]
-    return [_cast(tensor, dtype) for tensor in (input, *others)]
-
-
-def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Casts as autocast does: all floating-point operands except float64."""
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(dtype)
+    return [
+        tensor
+        if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
+        else tensor.to(dtype)
+        for tensor in (input, *others)
+    ]

@@ -177,29 +177,25 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
         layouts = [*layouts, *(self.input_kwarg_layouts.get(name) for name in kwargs)]
         desired = [*desired, *(self.desired_input_kwarg_layouts.get(name) for name in kwargs)]
         gathered = [
-            i for i, value in enumerate(values) if _is_gathered(value, layouts[i], desired[i], mesh)
+            i
+            for i, value in enumerate(values)
+            if _is_gathered(value, layouts[i], desired[i], mesh) and mesh.size() > 1
         ]
-        if gathered and mesh.size() == 1:
-            gathered = []
         for i, value in enumerate(values):
             readers = []
             first = (
                 gathered and i == gathered[0] and (len(gathered) == 1 or self.readers is not None)
             )
             if first and (self.use_local_output or not _in_inference_mode()):
-                readers = self._readers_of(module, value, mesh)
+                candidates = (reader for _, reader in self._candidates(module))
+                found = [reader for reader in candidates if _can_read(reader, value, mesh)]
+                # Cast and gathered once, for the readers with the first one's recipe.
+                readers = [reader for reader in found if reader.fp8 == found[0].fp8]
             if readers:
                 values[i] = _gather(value, layouts[i], readers, mesh, self.use_local_output)
             else:
                 values[i] = self._prepare_input_arg(value, mesh, layouts[i], desired[i])
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
-
-    def _readers_of(
-        self, module: torch.nn.Module, input: torch.Tensor, mesh: DeviceMesh
-    ) -> list[GatheredReader]:
-        found = [reader for _, reader in self._candidates(module) if _can_read(reader, input, mesh)]
-        # Cast and gathered once, for the readers with the first one's recipe.
-        return [reader for reader in found if reader.fp8 == found[0].fp8]
 
     def _candidates(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
         if self.readers is None:

@@ -15,11 +15,6 @@ from overlap_torch._ops.reducescatter import gemm_reducescatter
 dtensor.make_ops_known()
 
 __all__ = [
-    "Group",
-    "allgather_gemm",
-    "check",
-    "gemm_allreduce",
-    "gemm_alltoall",
-    "gemm_reducescatter",
+    "Group", "allgather_gemm", "check", "gemm_allreduce", "gemm_alltoall", "gemm_reducescatter",
     "group_name",
-]
+]  # fmt: skip

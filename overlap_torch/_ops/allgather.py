@@ -205,13 +205,7 @@ def allgather_gemm(
         bias = list(bias or [])
         if unscaled:
             operands = (input, weight, bias)
-            return eager.call(
-                _short_weights,
-                _op_weights,
-                group,
-                *operands,
-                dim=dim,
-            )
+            return eager.call(_short_weights, _op_weights, group, *operands, dim=dim)
         if isinstance(scale_weight, torch.Tensor):
             raise TypeError(
                 f"allgather_gemm: for a sequence of weights (here {len(weight)}) scale_weight must be a sequence with a tensor "

@@ -89,19 +89,7 @@ def gemm_allreduce(
     (arXiv 2406.06858).
     """
     if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
-        return eager.call(
-            _short,
-            _op,
-            group,
-            input,
-            weight,
-            bias,
-            invariance=invariance,
-        )
+        return eager.call(_short, _op, group, input, weight, bias, invariance=invariance)
     scales = (scale_input, scale_weight, recipe_input, recipe_weight)
-    how = {
-        "output_dtype": output_dtype,
-        "use_fast_accum": use_fast_accum,
-        "invariance": invariance,
-    }
+    how = {"output_dtype": output_dtype, "use_fast_accum": use_fast_accum, "invariance": invariance}
     return scaled.call(_short_scaled, _op_scaled, group, (input, weight), bias, scales, **how)

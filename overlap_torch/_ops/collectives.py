@@ -22,7 +22,8 @@ _collectives = torch.ops._c10d_functional
 
 
 @functools.cache
-def _compares_all() -> bool:
+def compares_all() -> bool:
+    """True under OVERLAP_DEBUG=1."""
     return torch.ops.overlap.environment()["OVERLAP_DEBUG"] == "1"
 
 
@@ -30,7 +31,7 @@ def compares(tensor: torch.Tensor) -> bool:
     """True if ranks compare a call on this tensor; fakes and other subclasses do not communicate, or by their own rules."""
     if is_dynamo_compiling() or type(tensor) is not torch.Tensor:
         return False
-    return tensor.device.type == "cpu" or _compares_all()
+    return tensor.device.type == "cpu" or compares_all()
 
 
 def compare(what: str, tensor: torch.Tensor, sizes: Sequence[int], group: str) -> None:
@@ -50,12 +51,6 @@ def start_reduce_scatter(whole: torch.Tensor, group: str, dim: int = 0) -> torch
     return torch.ops.overlap._start_reduce_scatter(whole, dim, group)
 
 
-def start_all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
-    """Begins to sum the ranks' tensors; the result may be used after :func:`wait`."""
-    compare("an all-reduce", part, part.shape, group)
-    return _collectives.all_reduce(part.contiguous(), "sum", group)
-
-
 # The groups' first call checks it, in C++; a compiler sees a constant here.
 USUAL_INVARIANCE = os.environ.get("OVERLAP_INVARIANCE", "none")
 
@@ -63,7 +58,8 @@ USUAL_INVARIANCE = os.environ.get("OVERLAP_INVARIANCE", "none")
 def all_reduce(part: torch.Tensor, group: str, invariance: str | None) -> torch.Tensor:
     """The sum of the ranks' tensors; for ``invariance="batch"`` in float32 and in rank order, as the ops' kernels add."""
     if (invariance or USUAL_INVARIANCE) == "none":
-        return wait(start_all_reduce(part, group))
+        compare("an all-reduce", part, part.shape, group)
+        return wait(_collectives.all_reduce(part.contiguous(), "sum", group))
     ranks = world_size(group)
     begun = start_all_gather(part.reshape(1, -1), group)
     wide = torch.float64 if part.dtype == torch.float64 else torch.float32

@@ -7,7 +7,7 @@ Such a call goes through torch.ops, which reads schema and arguments itself. A c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,12 +76,10 @@ def _check_types(op: torch._ops.OpOverload, values: tuple[Any, ...]) -> None:
             continue
         if not right or listed != (each is value):
             wanted = ("tensor" if "Tensor" in kind else "number") + (" or None" if optional else "")
-            given = type(value).__name__ + ("" if each is not value else f" with {_kinds(each)}")
+            given = type(value).__name__
+            if each is value:
+                given += f" with {', '.join(dict.fromkeys(type(one).__name__ for one in each))}"
             raise TypeError(
                 f"{op._schema.name.partition('::')[2]}: {argument.name} must be a {'list, each a ' if listed else ''}{wanted}, "
                 f"but it is a {given}"
             )
-
-
-def _kinds(values: Sequence[Any]) -> str:
-    return ", ".join(dict.fromkeys(type(value).__name__ for value in values))

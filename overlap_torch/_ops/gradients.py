@@ -7,7 +7,7 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,17 +82,13 @@ def of_each(with_bias: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any]
 def needs_recording(op: str, *operands: torch.Tensor | None) -> bool:
     """True if a kernel has to record the call; raises NotImplementedError if an operand has a tangent."""
     dtensor.make_ops_known()
-    _refuse_tangents(op, operands)
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
-
-
-def _refuse_tangents(op: str, operands: Iterable[torch.Tensor | None]) -> None:
     for operand in operands:
         if operand is not None and forward_ad.unpack_dual(operand).tangent is not None:
             raise NotImplementedError(
                 f"{op} has reverse-mode gradients only, but an operand has a tangent (forward_ad, "
                 "torch.func.jvp): differentiate with backward() or torch.autograd.grad, or detach the operand"
             )
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
 
 
 def recorded(outputs: Any, keeps_gradients: bool = False) -> Any:

@@ -98,6 +98,7 @@ def place_of(name: str) -> tuple[int, int]:
     return group.size(), group.rank()
 
 
+@constant_in_graphs
 def reaches(device: torch.device, group: str) -> bool:
     """True if the group's ranks map each other's memory on such a device. Collective at the group's first call."""
     return torch.ops.overlap._copies_reach_peers(device, group)

@@ -9,18 +9,14 @@ import torch
 _LIBRARY = Path(__file__).parents[1] / "_C.so"
 
 
-def _load_library() -> None:
-    try:
-        torch.ops.load_library(_LIBRARY)
-    except OSError as error:
-        raise ImportError(
-            f"cannot load {_LIBRARY} with torch {torch.__version__}: {error.__cause__ or error}. "
-            "The library has to be built against the torch that loads it; rebuild it with "
-            "`pip install .` in the project's folder (`make build` in a checkout)."
-        ) from error
-
-
-_load_library()
+try:
+    torch.ops.load_library(_LIBRARY)
+except OSError as error:
+    raise ImportError(
+        f"cannot load {_LIBRARY} with torch {torch.__version__}: {error.__cause__ or error}. "
+        "The library has to be built against the torch that loads it; rebuild it with "
+        "`pip install .` in the project's folder (`make build` in a checkout)."
+    ) from error
 
 _check = torch.ops.overlap.check.default
 

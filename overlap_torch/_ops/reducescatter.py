@@ -90,19 +90,6 @@ def gemm_reducescatter(
     """
     scales = (scale_input, scale_weight, recipe_input, recipe_weight)
     if scaled.no_scales("gemm_reducescatter", dim, *scales):
-        return eager.call(
-            _short,
-            _op,
-            group,
-            input,
-            weight,
-            bias,
-            dim=dim,
-            invariance=invariance,
-        )
-    how = {
-        "output_dtype": output_dtype,
-        "use_fast_accum": use_fast_accum,
-        "invariance": invariance,
-    }
+        return eager.call(_short, _op, group, input, weight, bias, dim=dim, invariance=invariance)
+    how = {"output_dtype": output_dtype, "use_fast_accum": use_fast_accum, "invariance": invariance}
     return scaled.call(_short_scaled, _op_scaled, group, (input, weight), bias, scales, **how)

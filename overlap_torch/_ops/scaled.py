@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,13 +87,6 @@ def call(
 # --- fake kernels ---------------------------------------------------------------------------------------------
 
 
-def _rows(input: torch.Tensor) -> int:
-    rows = 1
-    for size in input.shape[:-1]:
-        rows = rows * size
-    return rows
-
-
 def _same(shape: Sequence[int], other: Sequence[int]) -> bool:
     return len(shape) == len(other) and all(a == b for a, b in zip(shape, other, strict=True))
 
@@ -101,7 +95,7 @@ def _fits_input(recipe: str, shape: Sequence[int], input: torch.Tensor) -> bool:
     if recipe == "tensor":
         return all(size == 1 for size in shape)
     columns = 1 if recipe == "row" else _blocks(input.shape[-1])
-    rows = _rows(input)
+    rows = math.prod(input.shape[:-1])
     return (
         _same(shape, (rows, columns))
         or _same(shape, (*input.shape[:-1], columns))

@@ -55,7 +55,19 @@ class SymmMemReplacement(Handle):
 
 def _put() -> None:
     global _library
-    _library = _registered()
+    symmetric_memory()  # it defines the operators
+    library = Library("symm_mem", "IMPL")
+    try:
+        with warnings.catch_warnings():  # PyTorch warns of an override, which this is
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for name in STAND_INS:
+                for device in _DEVICES:
+                    kernel = _kernel(name, device)
+                    library.impl(name, kernel, device, with_keyset=True, allow_override=True)
+    except BaseException:
+        library._destroy()
+        raise
+    _library = library
 
 
 def _take() -> None:
@@ -126,22 +138,6 @@ def lines() -> list[str]:
     return said
 
 
-def _registered() -> Library:
-    symmetric_memory()  # it defines the operators
-    library = Library("symm_mem", "IMPL")
-    try:
-        with warnings.catch_warnings():  # PyTorch warns of an override, which this is
-            warnings.filterwarnings("ignore", "Warning only once for all operators")
-            for name in STAND_INS:
-                for device in _DEVICES:
-                    kernel = _kernel(name, device)
-                    library.impl(name, kernel, device, with_keyset=True, allow_override=True)
-    except BaseException:
-        library._destroy()
-        raise
-    return library
-
-
 def _kernel(name: str, device: str) -> Callable[..., Any]:
     stand_in = STAND_INS[name]
     # PyTorch's own, before ours is there. Its kernels on Meta compute a GEMM and a collective on any device; but gloo sends no
@@ -160,15 +156,12 @@ def _kernel(name: str, device: str) -> Callable[..., Any]:
                 f"symm_mem::{name}: {why}, which no kernel takes on CPU; PyTorch's own takes it on CUDA"
             )
         run = partial(own.call_boxed, keyset, *args, **kwargs) if why else call.ours
-        return _as_kernel(run, call.A.device.type)
+        kind = call.A.device.type
+        # Operators act as inside a kernel: no gradient is recorded, and autocast casts nothing.
+        with torch._C._AutoDispatchBelowAutograd():
+            if not torch.is_autocast_enabled(kind):
+                return run()
+            with torch.autocast(kind, enabled=False):
+                return run()
 
     return kernel
-
-
-def _as_kernel(job: Callable[[], Any], device_type: str) -> Any:
-    """A context in which operators act as inside a kernel: no gradient is recorded, and autocast casts nothing."""
-    with torch._C._AutoDispatchBelowAutograd():
-        if not torch.is_autocast_enabled(device_type):
-            return job()
-        with torch.autocast(device_type, enabled=False):
-            return job()

@@ -166,10 +166,6 @@ class _ScaledMatmulReduceScatter:
         """The output's shape before the scatter, without the last dim."""
         return self.A.shape[:-1] if self.output_shape is None else self.output_shape[:-1]
 
-    @property
-    def _has_row_scales(self) -> bool:
-        return (*self.A_scale.shape,) == (*self.A.shape[:-1], 1)
-
     def refused(self) -> str:
         if self.bias is not None and self.reduce_op == "sum":
             return "there is a bias, which every rank adds before the reduction"
@@ -179,7 +175,8 @@ class _ScaledMatmulReduceScatter:
             return why
         if self.A_scale.dtype != torch.float32:
             return f"A_scale is {self.A_scale.dtype}"
-        if self.A_scale.numel() != 1 and not self._has_row_scales:
+        of_rows = (*self.A_scale.shape,) == (*self.A.shape[:-1], 1)
+        if self.A_scale.numel() != 1 and not of_rows:
             return f"A_scale has the shape {(*self.A_scale.shape,)}"
         return _scaled_operands_refused(
             self.A, [self.B], [self.B_scale], [self.result_scale], _as_dtypes([self.out_dtype])

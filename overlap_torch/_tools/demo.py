@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from overlap_torch import _plan
 from overlap_torch._ops import check, group_name
@@ -179,15 +180,13 @@ def _describe(demo: _Demo, device: torch.device, plan: Plan, why: str) -> None:
     print(f"plan      {why}\n          {plan}", flush=True)
 
 
-def _one_after_the_other(demo: _Demo) -> str:
-    collective = _COLLECTIVES[demo.op]
-    if demo.op == "allgather_gemm":
-        return f"an {collective}, then a GEMM"
-    return f"a GEMM, then {'a' if collective[0] == 'r' else 'an'} {collective}"
-
-
 def _report(demo: _Demo, device: torch.device, times: _Times) -> None:
-    print(f"sequence  {times.sequence:10.1f} us   {_one_after_the_other(demo)}")
+    parts = [
+        f"{'a' if _COLLECTIVES[demo.op][0] == 'r' else 'an'} {_COLLECTIVES[demo.op]}",
+        "a GEMM",
+    ]
+    parts = parts if demo.op == "allgather_gemm" else parts[::-1]
+    print(f"sequence  {times.sequence:10.1f} us   {', then '.join(parts)}")
     print(f"op        {times.op:10.1f} us   medians of {_REPEATS}, of the slowest rank")
     if device.type == "cuda":
         print(f"speed-up  {times.sequence / times.op:10.2f}x")
@@ -207,27 +206,16 @@ def _report(demo: _Demo, device: torch.device, times: _Times) -> None:
 
 
 def _trace(call: Callable[[], None]) -> dict[int, list[timeline.Call]]:
-    """Every rank's calls."""
+    """Every rank's calls, on rank 0."""
     dist.barrier()
     with trace() as traced:
         for _ in range(_TRACED_CALLS):
             call()
     # torch.distributed's functions for objects need numpy.
-    own = torch.frombuffer(bytearray(pickle.dumps(traced.calls)), dtype=torch.uint8)
-    parts = _gather_rows(own.to(current_device()))
-    return {rank: pickle.loads(bytes(part.tolist())) for rank, part in enumerate(parts)}
-
-
-def _gather_rows(own: torch.Tensor) -> list[torch.Tensor]:
-    """Every rank's rows on the CPU; ranks may have different numbers of rows."""
-    counts = [torch.tensor([len(own)], device=own.device) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, counts[dist.get_rank()].clone())
-    longest = int(max(counts).item())
-    padded = own.new_zeros(longest, *own.shape[1:])
-    padded[: len(own)] = own
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
-    return [part[: int(count.item())].cpu() for part, count in zip(parts, counts, strict=True)]
+    store, rank, world_size = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    store.set(f"overlap_torch/demo/{rank}", pickle.dumps(traced.calls))
+    others = range(world_size if rank == 0 else 0)
+    return {other: pickle.loads(store.get(f"overlap_torch/demo/{other}")) for other in others}
 
 
 def _sequence_bars(demo: _Demo, times: _Times) -> list[Bar]:

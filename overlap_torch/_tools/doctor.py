@@ -201,10 +201,7 @@ def fast_paths(found: Findings) -> list[FastPath]:
     reason = _first(
         *no_kernels,
         (not usable, "no GEMM kernel that signals runs here"),
-        (
-            not 2 <= count <= _MAX_PEERS,
-            f"{count} GPUs, it is for 2 to {_MAX_PEERS} of one host",
-        ),
+        (not 2 <= count <= _MAX_PEERS, f"{count} GPUs, it is for 2 to {_MAX_PEERS} of one host"),
         (apart, "not every GPU reaches every other's memory: NCCL communicates"),
         (bool(found.why_no_peers), f"{found.why_no_peers} is set: NCCL communicates"),
     )
@@ -386,14 +383,6 @@ def _build_lines() -> list[str]:
     return lines
 
 
-def _gpu_lines(found: Findings) -> list[str]:
-    return [
-        f"{i}: {gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}, "
-        f"{gpu.sm_count} SMs, {gpu.memory_gib:.0f} GiB"
-        for i, gpu in enumerate(found.gpus)
-    ] or [f"none: {found.why_no_gpu}"]
-
-
 def _link_lines(found: Findings) -> list[str]:
     # nvidia-smi counts all GPUs of the machine: its table fits only if none is hidden.
     links = {} if "CUDA_VISIBLE_DEVICES" in os.environ else links_of(_nvidia_smi("topo", "-m"))
@@ -431,10 +420,15 @@ def report() -> str:
     paths = [
         f"{'on ' if path.on else 'off'}  {path.name}: {path.detail}" for path in fast_paths(found)
     ]
+    gpus = [
+        f"{i}: {gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}, "
+        f"{gpu.sm_count} SMs, {gpu.memory_gib:.0f} GiB"
+        for i, gpu in enumerate(found.gpus)
+    ]
     sections = {
         "Software": _software_lines(found),
         "Build": _build_lines(),
-        "GPUs": _gpu_lines(found),
+        "GPUs": gpus or [f"none: {found.why_no_gpu}"],
         "Links": _link_lines(found),
         "Profile (the planner's times and rates)": profile_lines(
             _profile(), [gpu.name for gpu in found.gpus]

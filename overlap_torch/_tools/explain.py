@@ -5,28 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from overlap_torch import _plan
-from overlap_torch._plan import Machine, Op, Plan, Problem
+from overlap_torch._plan import Op, Problem
 from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
 from overlap_torch.plan import _library as library
 from overlap_torch.plan import files
 from overlap_torch.plan._explain import H200, explain
 from overlap_torch.plan._picture import plot
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The command line's request; the same on every rank."""
-
-    problem: Problem
-    machine: Machine | None
-    plan: Plan | None
-    device: str | None
-    plot: Path | None
-    send_rows: tuple[int, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,10 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ops = [name.lower() for name in Op.__members__]
     parser.add_argument("--op", choices=ops, default="gemm_allreduce")
     for name, meaning in (
-        (
-            "m",
-            "rows of the GEMM, over all ranks if they divide the rows; none for gemm_alltoall",
-        ),
+        ("m", "rows of the GEMM, over all ranks if they divide the rows; none for gemm_alltoall"),
         ("n", "columns of the output"),
         ("k", "inner dimension on each rank"),
     ):
@@ -71,12 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(_asked(args))
+        _complete(args)
+        if args.machine is None:
+            return launch(Ranks.choose(args.problem.world_size, args.device), run_rank, args)
+        _show(args)
     except ValueError as error:
         parser.error(str(error))
+    return 0
 
 
-def _asked(args: argparse.Namespace) -> _Asked:
+def _complete(args: argparse.Namespace) -> None:
+    """Puts a machine (None: this one), a plan (None: the planner's) and its problem in the place of their words."""
     machine = {"here": None, "h200": H200}.get(args.machine, args.machine)
     if isinstance(machine, str):
         try:
@@ -90,6 +79,7 @@ def _asked(args: argparse.Namespace) -> _Asked:
             raise ValueError(f"--{name} is {getattr(args, name)}, allowed are 0 and more")
     if args.plot is not None and not args.plot.parent.is_dir():
         raise ValueError(f"--plot is {args.plot}, but there is no folder {args.plot.parent}")
+    args.machine = machine
     try:
         plan = files.load(args.plan) if args.plan is not None else None
     except (OSError, ValueError) as error:
@@ -99,35 +89,28 @@ def _asked(args: argparse.Namespace) -> _Asked:
         if world is None:
             world = Ranks.choose(None, args.device).world_size if machine is None else 2
         recipe = "none" if args.scales is None else f"{args.scales}_wise"
-        problem = Problem(
+        args.problem = Problem(
             args.m, args.n, args.k, args.dtype, world, args.op, recipe, fast_accum=args.fast_accum
         )
     else:
-        problem = plan.problem
-    rows = (args.rows,) * problem.world_size if problem.op == Op.GEMM_ALLTOALL else ()
-    return _Asked(problem, machine, plan, args.device, args.plot, rows)
+        args.problem = plan.problem
+    args.plan = plan
 
 
-def _run(asked: _Asked) -> int:
-    if asked.machine is not None:
-        _show(asked, asked.machine)
-        return 0
-    return launch(Ranks.choose(asked.problem.world_size, asked.device), run_rank, asked)
-
-
-def run_rank(asked: _Asked) -> None:
+def run_rank(args: argparse.Namespace) -> None:
     """Does the work of each rank where the machine is measured: the first one shows the plan."""
     import torch.distributed as dist
 
-    measured = library.machine(current_device())
+    args.machine = library.machine(current_device())
     if dist.get_rank() == 0:
-        _show(asked, measured)
+        _show(args)
 
 
-def _show(asked: _Asked, machine: Machine) -> None:
-    plan = asked.plan or _plan.make_plan(asked.problem, machine)
-    rows = asked.send_rows
+def _show(args: argparse.Namespace) -> None:
+    problem, machine = args.problem, args.machine
+    plan = args.plan or _plan.make_plan(problem, machine)
+    rows = (args.rows,) * problem.world_size if problem.op == Op.GEMM_ALLTOALL else ()
     print(explain(plan, machine, send_rows=rows, receive_rows=rows), flush=True)
-    if asked.plot is not None:
-        plot(plan, asked.plot, machine, send_rows=(rows,) * len(rows))
-        print(f"\npicture  {asked.plot}")
+    if args.plot is not None:
+        plot(plan, args.plot, machine, send_rows=(rows,) * len(rows))
+        print(f"\npicture  {args.plot}")

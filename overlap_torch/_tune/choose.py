@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
+from statistics import geometric_mean
 from typing import Any
 
 from overlap_torch._tune import files
@@ -78,15 +78,11 @@ def corrections_of(
     ways: dict[tuple[str, ...], list[float]] = {}
     for one, (_, ratio) in families.items():
         ways.setdefault(one[:length], []).append(ratio)
-    usual = _mean([ratio for _, ratio in families.values()])
+    usual = geometric_mean([ratio for _, ratio in families.values()])
 
     def correction(plan: Plan) -> float:
         if family(plan) in families:
             return families[family(plan)][1]
-        return _mean(ways[way(plan)]) if way(plan) in ways else usual
+        return geometric_mean(ways[way(plan)]) if way(plan) in ways else usual
 
     return correction
-
-
-def _mean(ratios: list[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, ratios)))

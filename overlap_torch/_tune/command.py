@@ -8,8 +8,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,17 +29,6 @@ _SCHEMA, _KIND = 1, "overlap_torch.problems"
 # A record has these fields of each problem, by name, and more for scaled operands.
 _NAMES = ("op", "m", "n", "k", "dtype", "world_size")
 _OF_SCALED = ("recipe", "output_dtype", "fast_accum")
-
-
-@dataclass(frozen=True)
-class _Job:
-    """The work of each rank of the command."""
-
-    problems: tuple[Problem, ...]
-    modes: tuple[str, ...]
-    most: int
-    repeats: int
-    cache: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,10 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--most", type=int, default=4, help="plans to measure beside the sequence (default: 4)"
     )
     parser.add_argument(
-        "--repeats",
-        type=int,
-        default=10,
-        help="turns; all plans run in each turn (default: 10)",
+        "--repeats", type=int, default=10, help="turns; all plans run in each turn (default: 10)"
     )
     parser.add_argument("--no-cache", action="store_true", help="measure everything, save nothing")
     add_options(parser)
@@ -102,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems = _read(args.recorded, _world(ranks)) if args.recorded else _given(args, ranks)
     except ValueError as error:
         parser.error(str(error))
-    job = _Job(problems, modes, args.most, args.repeats, not args.no_cache)
-    return launch(ranks, run_rank, job)
+    how = {"modes": modes, "most": args.most, "repeats": args.repeats, "cache": not args.no_cache}
+    return launch(ranks, run_rank, {"problems": problems, **how})
 
 
 def _world(ranks: Ranks) -> int:
@@ -129,7 +114,11 @@ def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[Problem, ...]:
             f"--scales and --fast-accum are for fp8, but --dtype is {dtype}; allowed are {', '.join(_FP8)}"
         )
     recipe = f"{args.scales}_wise" if args.scales else "none"
-    shapes = [_shape(text) for text in args.shapes.split(",")]
+    shapes = []
+    for text in args.shapes.split(","):
+        if not re.fullmatch(r"\d+x\d+x\d+", text):
+            raise ValueError(f"--shapes has {text!r}, allowed is MxNxK, as in 4096x8192x7168")
+        shapes.append([int(size) for size in text.split("x")])
     world = _world(ranks)
     dtype = _SHORT.get(dtype, dtype)
 
@@ -140,24 +129,9 @@ def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[Problem, ...]:
     return tuple(problem(op, *shape) for op in ops for shape in shapes)
 
 
-def _shape(text: str) -> tuple[int, int, int]:
-    if not re.fullmatch(r"\d+x\d+x\d+", text):
-        raise ValueError(f"--shapes has {text!r}, allowed is MxNxK, as in 4096x8192x7168")
-    m, n, k = (int(size) for size in text.split("x"))
-    return m, n, k
-
-
-def run_rank(job: _Job) -> None:
-    """Does the work of each rank of the command."""
-    results = _tune.tune(
-        job.problems,
-        modes=job.modes,
-        device=current_device(),
-        most=job.most,
-        repeats=job.repeats,
-        cache=job.cache,
-        progress=True,
-    )
+def run_rank(job: dict[str, Any]) -> None:
+    """Does the work of each rank of the command: ``job`` has arguments of :func:`overlap_torch.tune`."""
+    results = _tune.tune(**job, device=current_device(), progress=True)
     if dist.get_rank() != 0:
         return
     for one in results:
@@ -174,7 +148,13 @@ def run_rank(job: _Job) -> None:
 def record(path: str, program: Sequence[str]) -> None:
     """Runs the program in this process, and writes the problems of its ops' calls to a file, on rank 0."""
     calls: dict[tuple[Any, ...], int] = {}
-    write = _at_the_end_of_groups(lambda: _note(calls))
+    destroy = dist.destroy_process_group
+
+    def note_and_destroy(*arguments: Any, **keywords: Any) -> None:
+        _note(calls)  # while the groups' calls are still known
+        destroy(*arguments, **keywords)
+
+    dist.destroy_process_group = note_and_destroy
     script, *arguments = program
     try:
         if script == "-m":
@@ -185,26 +165,10 @@ def record(path: str, program: Sequence[str]) -> None:
             sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
             runpy.run_path(script, run_name="__main__")
     finally:
-        write()
+        _note(calls)
+        dist.destroy_process_group = destroy
         if int(os.environ.get("RANK", 0)) == 0:
             _write(path, calls)
-
-
-def _at_the_end_of_groups(note: Callable[[], None]) -> Callable[[], None]:
-    """Calls `note` before groups are destroyed, while their calls are still known; returns the last call, which undoes
-    this."""
-    original = dist.destroy_process_group
-
-    def noted(*arguments: Any, **keywords: Any) -> None:
-        note()
-        original(*arguments, **keywords)
-
-    def last() -> None:
-        note()
-        dist.destroy_process_group = original
-
-    dist.destroy_process_group = noted
-    return last
 
 
 def _note(calls: dict[tuple[Any, ...], int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,9 +25,8 @@ from overlap_torch.plan.types import Schedule
 _LAST_INPUT = "_overlap_last_input"  # a layer's attribute: the shape of its forward's last input
 _FALLBACK = "_overlap_fallback"  # a module's attribute: why its style is PyTorch's
 _NOTE = "_overlap_note"  # a module's attribute: gives lines for the report
-_FOREIGN = (
-    "PyTorch's linear map"  # why a layer calls no op, though others may call the same problem
-)
+# Why a layer calls no op, though others may call the same problem.
+_FOREIGN = "PyTorch's linear map"
 _MOST_READERS = 6  # layers that may share a gather, for which all combinations are tried
 
 
@@ -216,9 +216,7 @@ def _holds_parts(module: torch.nn.Module) -> bool:
 
 def _possible_rows(leading: Sequence[int], world_size: int) -> set[int]:
     """The possible M, if none or one of these dims is divided among the ranks, with padding to equal parts."""
-    total = 1
-    for size in leading:
-        total *= size
+    total = math.prod(leading)
     rows = {total, total * world_size}
     for size in leading:
         if size > 0:
@@ -301,7 +299,9 @@ def _rows(model: torch.nn.Module | None) -> list[ReportRow]:
         taken |= found
     named = {name for row in rows for name in row["layer"].split(", ")}
     rows += [_without_call(layer) for layer in layers if layer.name not in named]
-    rows += _fallbacks(model)
+    for name, module in model.named_modules():
+        if why := module.__dict__.get(_FALLBACK):
+            rows.append(_empty_row(name, why))
     rows.sort(key=lambda row: (places[row["layer"].split(", ")[0]], row["direction"] == "backward"))
     return rows + [problem for index, problem in enumerate(known) if index not in taken]
 
@@ -353,18 +353,15 @@ def _callers(
         if layer.columns:
             readers.setdefault((layer.parent, layer.k), []).append(layer)
     for (_, k), siblings in readers.items():
-        for together in _combinations(siblings):
+        count = len(siblings)  # of two layers or more together, the most first
+        counts = range(count, 1, -1) if count <= _MOST_READERS else (count,)
+        sets = (itertools.combinations(siblings, size) for size in counts)
+        for together in itertools.chain.from_iterable(sets):
             direction = direction_of(True, sum(layer.n for layer in together), k)
             if direction is not None:
                 found.append((together, direction))
                 break
     return found
-
-
-def _combinations(layers: Sequence[_Layer]) -> Iterable[Sequence[_Layer]]:
-    """Two layers or more, the most first."""
-    sizes = range(len(layers), 1, -1) if len(layers) <= _MOST_READERS else (len(layers),)
-    return itertools.chain.from_iterable(itertools.combinations(layers, size) for size in sizes)
 
 
 def _without_call(layer: _Layer) -> ReportRow:
@@ -375,14 +372,6 @@ def _without_call(layer: _Layer) -> ReportRow:
     else:
         why = "no op so far: its input is whole on every rank, and its gradient, where needed, is reduced elsewhere"
     return _empty_row(layer.name, why, layer.world_size, layer.group)
-
-
-def _fallbacks(model: torch.nn.Module) -> list[ReportRow]:
-    return [
-        _empty_row(name, why)
-        for name, module in model.named_modules()
-        if (why := module.__dict__.get(_FALLBACK))
-    ]
 
 
 def _empty_row(layer: str, why: str, world_size: int = 0, group: str = "") -> ReportRow:

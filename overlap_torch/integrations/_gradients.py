@@ -39,12 +39,7 @@ def of_gathered_input(
 
 
 def of_scattered_output(
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    group: str,
-    *,
-    needs_input: bool,
-    needs_weight: bool,
+    grad: torch.Tensor, weight: torch.Tensor, group: str, *, needs_input: bool, needs_weight: bool
 ) -> tuple[Gradient, Gradient]:
     """Backward of ``reduce_scatter(linear(input, weight), dim 0)``: the input's gradient, and the gathered gradient of the
     output.

@@ -28,11 +28,7 @@ def takes(layer: torch.nn.Module, unquantized: type, input: torch.Tensor) -> boo
 
 
 def run(
-    op: Callable[..., Any],
-    layer: torch.nn.Module,
-    input: torch.Tensor,
-    group: str,
-    invariant: bool,
+    op: Callable[..., Any], layer: torch.nn.Module, input: torch.Tensor, group: str, invariant: bool
 ) -> Any:
     """Runs the op, with the layer's own bias. Frameworks' parameters are tensor subclasses; results are plain tensors.
 

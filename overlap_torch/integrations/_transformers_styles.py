@@ -349,7 +349,11 @@ def sequence_plan(model: Any) -> dict[str, str]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model)
     kind = type(model).__name__
-    modules = {_by_layers(name): module for name, module in model.named_modules()}
+    # By names with * for a layer's number, as in plans.
+    modules = {
+        ".".join("*" if part.isdigit() else part for part in name.split(".")): module
+        for name, module in model.named_modules()
+    }
     plan: dict[str, str] = {}
 
     def refuse(why: str) -> ValueError:
@@ -381,7 +385,8 @@ def sequence_plan(model: Any) -> dict[str, str]:
         plan[block] = "overlap_sequence_input"
     trunk = _parent(_parent(layer))  # layers are numbered in a list
     for name, module in modules.items():
-        if _parent(name) == layer and name not in blocks and _has_parameters(module):
+        has_parameters = next(module.parameters(), None) is not None
+        if _parent(name) == layer and name not in blocks and has_parameters:
             if not _is_norm(module):
                 raise refuse(f"{name}, a {type(module).__name__}, is neither a block nor a norm")
             plan[name] = "overlap_sequence_norm"
@@ -392,15 +397,6 @@ def sequence_plan(model: Any) -> dict[str, str]:
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _by_layers(name: str) -> str:
-    """The name with * for a layer's number, as in plans."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _has_parameters(module: torch.nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def _is_norm(module: torch.nn.Module) -> bool:

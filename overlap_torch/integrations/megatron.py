@@ -51,16 +51,10 @@ from overlap_torch.integrations._megatron_experts import (  # noqa: E402
 )
 
 __all__ = [
-    "OverlapColumnParallelLinear",
-    "OverlapDotProductAttention",
-    "OverlapMoELayer",
-    "OverlapRowParallelLinear",
-    "OverlapSpecProvider",
-    "OverlapTokenDispatcher",
-    "TorchNorm",
-    "gpt_block_spec",
-    "gpt_layer_spec",
-]
+    "OverlapColumnParallelLinear", "OverlapDotProductAttention", "OverlapMoELayer",
+    "OverlapRowParallelLinear", "OverlapSpecProvider", "OverlapTokenDispatcher", "TorchNorm",
+    "gpt_block_spec", "gpt_layer_spec",
+]  # fmt: skip
 
 
 class _InGroup:
@@ -439,11 +433,7 @@ class _Row(torch.autograd.Function):
         elif call.sequence_parallel:
             own = grad
             grad_input, grad = of_scattered_output(
-                grad,
-                weight,
-                call.group,
-                needs_input=needs_input,
-                needs_weight=needs_weight,
+                grad, weight, call.group, needs_input=needs_input, needs_weight=needs_weight
             )
             if weight.requires_grad and not needs_weight:  # it is wanted later
                 ctx.kept = own, grad

@@ -42,17 +42,13 @@ def enable() -> Swap:
     return Swap(_held.release)
 
 
-def _pairs() -> dict[type, type]:
-    """torchtitan's Functions and ours."""
-    from overlap_torch.integrations import _torchtitan_functions as functions
-
-    return functions.PAIRS
-
-
-def _swap(pairs: dict[type, type]) -> None:
+def _swap(back: bool = False) -> None:
     """Swaps in all modules, because a module that has imported a name holds the class itself."""
     from overlap_torch.integrations import _torchtitan_functions as functions
 
+    pairs = functions.PAIRS
+    if back:
+        pairs = {ours: theirs for theirs, ours in pairs.items()}
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module is functions:
             continue
@@ -62,6 +58,4 @@ def _swap(pairs: dict[type, type]) -> None:
                 names[old.__name__] = new
 
 
-_held = Held(
-    lambda: _swap(_pairs()), lambda: _swap({ours: theirs for theirs, ours in _pairs().items()})
-)
+_held = Held(_swap, lambda: _swap(back=True))

@@ -18,14 +18,9 @@ from overlap_torch._ops.handles import Handle
 from overlap_torch.integrations._release import require
 
 __all__ = [
-    "AttentionRegistration",
-    "NormFusion",
-    "Registration",
-    "fuse_norms",
-    "register",
-    "register_attention",
-    "sequence_plan",
-]
+    "AttentionRegistration", "NormFusion", "Registration", "fuse_norms", "register",
+    "register_attention", "sequence_plan",
+]  # fmt: skip
 
 RELEASES = ("5.21", "5.22", "5.23", "5.24")
 
@@ -40,11 +35,18 @@ class Registration(Handle):
 
 def _release(names: Iterable[str]) -> None:
     """Restores transformers' styles, except those that another handle holds."""
+    from overlap_torch.integrations import _transformers_styles as styles
+
     with _lock:
         for name in names:
             _held[name] -= 1
-            if _held[name] == 0:
-                _restore(name)
+            if _held[name] > 0:
+                continue
+            before = _before.pop(name)
+            if before is None:
+                styles.REGISTRY._global_mapping.pop(name, None)
+            else:
+                styles.REGISTRY.register(name, before)
         experts = None if any(_held.values()) else _experts()
         if experts is not None:
             experts.REGISTRY._global_mapping.pop(experts.NAME, None)
@@ -144,12 +146,7 @@ class NormFusion(Handle):
 
 
 # Decoder layers of Llama's form: norm, attention, addition, norm, MLP, addition, and nothing else.
-_LLAMA_FORM = (
-    "LlamaDecoderLayer",
-    "MistralDecoderLayer",
-    "Qwen2DecoderLayer",
-    "Qwen3DecoderLayer",
-)
+_LLAMA_FORM = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
 
 def fuse_norms(model: Any) -> NormFusion:
@@ -218,10 +215,7 @@ def _forget(name: str) -> None:
     """Removes the attention from transformers."""
     from overlap_torch.integrations import _transformers_attention as attentions
 
-    for registry in (
-        attentions.ALL_ATTENTION_FUNCTIONS,
-        attentions.ALL_MASK_ATTENTION_FUNCTIONS,
-    ):
+    for registry in (attentions.ALL_ATTENTION_FUNCTIONS, attentions.ALL_MASK_ATTENTION_FUNCTIONS):
         registry._global_mapping.pop(name, None)
 
 
@@ -268,13 +262,3 @@ def register_attention(
     attention = attentions.CutAttention(group, tokens, documents, head_parts)
     attention.register(name)
     return AttentionRegistration(name, attention)
-
-
-def _restore(name: str) -> None:
-    from overlap_torch.integrations import _transformers_styles as styles
-
-    before = _before.pop(name)
-    if before is None:
-        styles.REGISTRY._global_mapping.pop(name, None)
-    else:
-        styles.REGISTRY.register(name, before)

@@ -103,21 +103,17 @@ class ParallelLinear(CutParameters):
         parameters = self._parameters
         weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        return self._local_pair(self._names[0], weight, bias)
+        name, name_of_bias = self._names[0]
+        return local_parts(self._in_place(name, weight), self._in_place(name_of_bias, bias))
 
     def _local_lists(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """`_local_parameters` of a layer with several weights."""
         biases = [None] * len(self._names) if self.biases is None else self.biases
         pairs = [
-            self._local_pair(names, weight, bias)
+            local_parts(self._in_place(names[0], weight), self._in_place(names[1], bias))
             for names, weight, bias in zip(self._names, self.weights, biases, strict=True)
         ]
         return [weight for weight, _ in pairs], [bias for _, bias in pairs]
-
-    def _local_pair(
-        self, names: tuple[str, str], weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return local_parts(self._in_place(names[0], weight), self._in_place(names[1], bias))
 
     def _in_place(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
         """A parameter in its placement, on the layer's ranks; a plain tensor is this rank's part."""

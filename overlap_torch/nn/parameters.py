@@ -74,13 +74,6 @@ class CutParameters(torch.nn.Module):
         holder, own = self._holder(name)
         return None if holder is None else holder._parameters.get(own)
 
-    def _own_parameters(self) -> list[torch.nn.Parameter]:
-        found = [self._parameter(name) for names in self._names for name in names]
-        return [parameter for parameter in found if parameter is not None]
-
-    def _any_weight(self) -> torch.Tensor:
-        return self.weights[0] if self._several else self.weight
-
     def _device_type(self, device: torch.device) -> str:
         """The mesh's device type for parameters on this device. Parameters on ``meta`` are expected on the GPU if the group
         has one.
@@ -124,7 +117,7 @@ class CutParameters(torch.nn.Module):
         and replicated ones do not, however the ranks were seeded.
         This is a collective call, except for parameters on ``meta`` and fake ones, which it does not change.
         """
-        first = self._any_weight()
+        first = self.weights[0] if self._several else self.weight
         if first.is_meta or isinstance(first.to_local(), FakeTensor):
             return
         seeds = [int(torch.randint(2**31, (), device="cpu").item())]
@@ -133,7 +126,8 @@ class CutParameters(torch.nn.Module):
             seeds = broadcast_integers(seeds, group)
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         generators: dict[int, torch.Generator] = {}
-        for parameter in self._own_parameters():
+        found = (self._parameter(name) for names in self._names for name in names)
+        for parameter in (one for one in found if one is not None):
             local = parameter.to_local()
             # A number for each set of ranks that hold the same part: 0 if all ranks do, else another number for each set.
             number = 0
@@ -186,9 +180,13 @@ class CutParameters(torch.nn.Module):
                 mesh = self._mesh_on(parameter.device_mesh, local.device.type)
                 return wrap(local, mesh, parameter.placements, parameter.shape)
             value = value.full_tensor()
-        part = self._group_part(name, value)
-        if part is None or not isinstance(parameter, DTensor):
-            return value if part is None else part
+        full, own, part = self._full_shape(name), self._local_shape(name), value
+        if value.shape == full:
+            part = value if full == own else self._own_part(name, value)
+        elif value.shape != own:
+            return value
+        if not isinstance(parameter, DTensor):
+            return part
         mesh = self._mesh_on(parameter.device_mesh, part.device.type)
         # FSDP2 puts its dims before the group's, and divides the group's part once more.
         for dim, placement in enumerate(parameter.placements[:-1]):
@@ -197,13 +195,6 @@ class CutParameters(torch.nn.Module):
                 begin, size = shard_range(size, mesh.size(dim), mesh.get_local_rank(dim))
                 part = part.narrow(placement.dim, begin, size).clone()
         return wrap(part, mesh, parameter.placements, parameter.shape)
-
-    def _group_part(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
-        """This rank's part, from the whole or from that part; None for a tensor of another shape."""
-        full, own = self._full_shape(name), self._local_shape(name)
-        if value.shape == full:
-            return value if full == own else self._own_part(name, value)
-        return value if value.shape == own else None
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, torch.Tensor]:

@@ -114,15 +114,8 @@ class RowParallelLinear(ParallelLinear):
         if not self.sequence_parallel:
             return self._maps.row(input, weight, bias, group=self.group, padding=self._paddings[0])
         bias = None if bias is None else SumGradient.apply(bias, self.group)
-        return self._maps.row_sequence(
-            input,
-            weight,
-            bias,
-            group=self.group,
-            world_size=self.world_size,
-            rank=self.rank,
-            padding=self._paddings[0],
-        )
+        place = {"group": self.group, "world_size": self.world_size, "rank": self.rank}
+        return self._maps.row_sequence(input, weight, bias, padding=self._paddings[0], **place)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, input_is_parallel={self.input_is_parallel}"

@@ -31,23 +31,9 @@ from overlap_torch.plan._library import clear_plans, machine, plan_for, set_plan
 from overlap_torch.plan._picture import plot
 
 __all__ = [
-    "Machine",
-    "Plan",
-    "Problem",
-    "Profile",
-    "candidates",
-    "clear_plans",
-    "files",
-    "machine",
-    "plan_for",
-    "predict",
-    "programs",
-    "set_plan",
-    "templates",
-    "types",
-    "use_plan",
-    "validate",
-]
+    "Machine", "Plan", "Problem", "Profile", "candidates", "clear_plans", "files", "machine",
+    "plan_for", "predict", "programs", "set_plan", "templates", "types", "use_plan", "validate",
+]  # fmt: skip
 
 Plan.explain = explain  # type: ignore[method-assign]
 Plan.plot = plot  # type: ignore[method-assign]

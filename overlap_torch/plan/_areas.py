@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from overlap_torch._plan import Memory, Rectangle
+
+
+def _operator(of_numbers: Callable[[int, int], int]) -> Callable[[AnyRank, AnyRank], Rank]:
+    """An operator of ranks, from that of their numbers."""
+    return lambda a, b: Rank(lambda rank: of_numbers(number_on(a, rank), number_on(b, rank)))
 
 
 class Rank:
@@ -17,34 +23,13 @@ class Rank:
     def __init__(self, of: Callable[[int], int]) -> None:
         self.of = of
 
-    def _with(self, other: AnyRank, how: Callable[[int, int], int]) -> Rank:
-        return Rank(lambda rank: how(self.of(rank), number_on(other, rank)))
-
-    def __add__(self, other: AnyRank) -> Rank:
-        return self._with(other, lambda a, b: a + b)
-
-    def __radd__(self, other: int) -> Rank:
-        return self._with(other, lambda a, b: b + a)
-
-    def __sub__(self, other: AnyRank) -> Rank:
-        return self._with(other, lambda a, b: a - b)
-
-    def __rsub__(self, other: int) -> Rank:
-        return self._with(other, lambda a, b: b - a)
-
-    def __mul__(self, other: AnyRank) -> Rank:
-        return self._with(other, lambda a, b: a * b)
-
-    __rmul__ = __mul__
-
-    def __floordiv__(self, other: AnyRank) -> Rank:
-        return self._with(other, lambda a, b: a // b)
-
-    def __mod__(self, other: AnyRank) -> Rank:
-        return self._with(other, lambda a, b: a % b)
-
-    def __xor__(self, other: AnyRank) -> Rank:
-        return self._with(other, lambda a, b: a ^ b)
+    __add__ = __radd__ = _operator(operator.add)
+    __mul__ = __rmul__ = _operator(operator.mul)
+    __sub__ = _operator(operator.sub)
+    __rsub__ = _operator(lambda a, b: b - a)
+    __floordiv__ = _operator(operator.floordiv)
+    __mod__ = _operator(operator.mod)
+    __xor__ = _operator(operator.xor)
 
 
 AnyRank = int | Rank

@@ -1,17 +1,16 @@
-"""Programs: hand-written transfers that replace a plan's collective.
-
-``plan.programs.edit`` makes an editor. A statement of a program describes all ranks: ``p.rank`` has a different value on
-each rank, and so have the areas and ranks computed from it.
-"""
+"""Programs: hand-written transfers that replace a plan's collective."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from overlap_torch import _plan
 from overlap_torch._plan import (
+    MAX_CHUNKS,
     Chunk,
+    Collective,
     Engine,
     Kernel,
     Memory,
@@ -26,10 +25,14 @@ from overlap_torch._plan import (
     Way,
 )
 from overlap_torch.plan._areas import AnyRank, Area, Rank, Share, number_on
-from overlap_torch.plan._bases import Base
 from overlap_torch.plan._names import enum_member
 from overlap_torch.plan._transfers import Transfers
+from overlap_torch.plan.templates import make_all_to_all, row_panels
 
+_COLLECTIVES = {
+    Op.GEMM_ALLREDUCE: Collective.ALL_REDUCE,
+    Op.GEMM_REDUCESCATTER: Collective.REDUCE_SCATTER,
+}
 _INTERPRETER_CTAS = 16  # of all streams together, if SMs move a program's data over peers
 MESSAGE_SHARES = 64  # rows of a message, as an all-to-all's program counts them
 
@@ -52,7 +55,28 @@ Need = Tiles | Earlier
 
 
 class Editor:
-    """A program that is being written, statement by statement; ``plan.programs.edit`` yields it.
+    """A program that is written statement by statement, transfer by transfer; ``plan.programs.edit`` is this class::
+
+        with edit(problem, tile=(128, 128)) as p:
+            for share in p.chunks(4):
+                for step in range(1, p.world):                  # a ring of gemm_reducescatter
+                    part = p.part(p.rank - step, share)
+                    p.push(part, to=p.rank + 1, reduce=True, needs=[p.tiles(part), p.arrived(part)])
+        ring = p.plan()
+
+    A statement describes all ranks: ``p.rank`` has a different value on each rank, and so have the areas and ranks computed
+    from it. docs/plans.md tells more.
+
+    Args:
+        problem: of 2 to 8 ranks, or up to 16 on several hosts. ``allgather_gemm`` and ``gemm_alltoall`` compute by
+            ``library``.
+        tile, kernel, transport: as in :func:`row_panels`.
+        comm_sms: as in :func:`row_panels`; None leaves as many SMs beside a kernel as CTAs move data over ``peer``.
+        max_ctas: as in :func:`row_panels`; over ``peer`` the number of CTAs that move data, for all streams (0: 16).
+        ranks_per_host: how many ranks of each host map each other's memory; over ``peer`` NCCL's messages go between hosts.
+
+    Raises:
+        ValueError: arguments with which the problem can have no plan. :meth:`plan` finds faults of the transfers.
 
     Attributes:
         world: number of ranks.
@@ -89,12 +113,14 @@ class Editor:
         if comm_sms is None:
             by_sms = self.over_peers and kernel != Kernel.LIBRARY
             comm_sms = (max_ctas or _INTERPRETER_CTAS) if by_sms else 0
-        self._base = Base(problem, tile, kernel, transport, comm_sms, max_ctas)
+        self._kernel = kernel
+        self._how = {"transport": transport, "max_ctas": max_ctas}
+        self._of_panels = {"comm_sms": comm_sms, "tile": tile}
         self._scratch_rows = 0
         self._transfers = Transfers()
         gathers = problem.op == Op.ALLGATHER_GEMM
         self._width = problem.k if gathers else problem.n
-        tile_m = self._base.plan().tile_m  # raises if there can be no such plan
+        tile_m = self._without_program(()).tile_m  # raises if there can be no such plan
         self._grain = 1 if problem.op == Op.GEMM_ALLTOALL else max(1, tile_m)
         rows = problem.m
         if problem.op == Op.GEMM_ALLTOALL:
@@ -226,7 +252,7 @@ class Editor:
             ValueError: the plan cannot run: it does not end, has a race, leaves rows out or adds them twice, or does not
                 fit. The message names rank and step, or the transfer.
         """
-        made = self._base.plan(self._transfers.all)
+        made = self._without_program(self._transfers.all)
         if self.over_peers:
             made.chunks = [Chunk(one.tiles, Transport.PEER, one.max_ctas) for one in made.chunks]
         made.program = self.program()
@@ -235,6 +261,24 @@ class Editor:
         return made
 
     # --- parts ------------------------------------------------------------------------------------------------
+
+    def _without_program(self, transfers: Sequence[Transfer]) -> Plan:
+        """The plan whose chunks end where these transfers wait for tiles."""
+        problem, kernel = self.problem, self._kernel
+        if problem.op == Op.GEMM_ALLTOALL:
+            return make_all_to_all(problem, kernel, **self._how)
+        options = {"kernel": kernel, **self._how, **self._of_panels}
+        if problem.op not in _COLLECTIVES:
+            return row_panels(problem, 1, **options)
+        # Its rows are one part for any op, because transfers name rows themselves.
+        whole = Problem(problem.m, problem.n, problem.k, problem.dtype, problem.world_size)
+        made = row_panels(whole, 1, **options)
+        if cuts := _tile_cuts(made, transfers):
+            edges = [0, *cuts, made.tiles_m]
+            made = row_panels(whole, [b - a for a, b in itertools.pairwise(edges)], **options)
+        made.problem = problem
+        made.collective = _COLLECTIVES[problem.op]
+        return made
 
     def _whole(self, memory: Memory, rows: int, first: int = 0) -> Area:
         return Area(memory, self._grain, lambda rank: (first, rows, 0, self._width))
@@ -262,7 +306,10 @@ class Editor:
                 continue  # a message that has no place
             read = Region(area.memory, source, area.at(rank))
             if self.problem.op == Op.GEMM_ALLTOALL and into is None:
-                written = self._received(read, destination)
+                # A share of a message arrives among the receiver's rows of its sender.
+                row = source * MESSAGE_SHARES + read.area.row % MESSAGE_SHARES
+                area_there = Rectangle(row, read.area.rows, read.area.column, read.area.columns)
+                written = Region(Memory.OUTPUT, destination, area_there)
             else:
                 place = area if into is None else into
                 written = Region(place.memory, destination, place.at(rank))
@@ -275,12 +322,6 @@ class Editor:
         return Earlier(
             lambda rank: [n for n, ranks in zip(numbers, ends, strict=True) if rank in ranks]
         )
-
-    def _received(self, read: Region, destination: int) -> Region:
-        """The place at which a share of a message arrives."""
-        row = read.rank * MESSAGE_SHARES + read.area.row % MESSAGE_SHARES
-        area = Rectangle(row, read.area.rows, read.area.column, read.area.columns)
-        return Region(Memory.OUTPUT, destination, area)
 
     def _needs(
         self, read: Region, written: Region, needs: Sequence[Need] | None, rank: int
@@ -311,3 +352,18 @@ class Editor:
             return sorted(touching(Region(area.memory, where, area.at(rank)), before))
 
         return Earlier(found)
+
+
+def _tile_cuts(plan: Plan, transfers: Sequence[Transfer]) -> list[int]:
+    """Tile rows between chunks: the ends of the areas for whose tiles transfers wait."""
+    areas = [area for one in transfers for area in one.tiles]
+    areas += [one.destination.area for one in transfers if one.destination.memory == Memory.PRODUCT]
+    tile, grain = plan.tile_m, plan.cluster_m
+    cuts = set()
+    for area in areas:
+        cuts.add(area.row // (tile * grain) * grain)
+        cuts.add(-(-(area.row + area.rows) // (tile * grain)) * grain)
+    tile_rows = -(-plan.problem.m // tile)
+    inner = sorted(cut for cut in cuts if 0 < cut < tile_rows)
+    thin = -(-len(inner) // (MAX_CHUNKS - 1))
+    return inner[thin - 1 :: thin] if thin > 1 else inner

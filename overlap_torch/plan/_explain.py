@@ -133,7 +133,7 @@ def explain(
     """
     machine = _machine(plan) if machine is None else machine
     made, price = walk(plan, machine, rank, send_rows, receive_rows)
-    problem = plan.problem
+    problem, element = plan.problem, _element_bytes(plan.problem)
     sequence_us = None
     others: tuple[tuple[Plan, float], ...] = ()
     if problem.op != Op.GEMM_ALLTOALL:
@@ -149,7 +149,12 @@ def explain(
         sequence_us=sequence_us,
         others=others,
         why=_why(plan, machine, price.expected.total_us, sequence_us, others),
-        steps=_steps(plan, made, price),
+        steps=tuple(
+            Step(step["lane"], step["step"], _words(plan, step, element), chunk, begin, end)
+            for step, chunk, (begin, end) in zip(
+                made["steps"], chunks_of(made), price.steps, strict=True
+            )
+        ),
         buffers=_buffers(made),
         computed_us=tuple(price.computed_us),
     )
@@ -188,7 +193,8 @@ def short(plan: Plan) -> str:
     if plan.program.transfers:
         collective = f"{collective} in {len(plan.program.transfers)} transfers"
     if plan.schedule == Schedule.SEQUENTIAL:
-        over = "over peers, in one kernel" if _over_peers(plan) else "one after the other"
+        over_peers = enum_name(plan.chunks[0].transport) == "peer"
+        over = "over peers, in one kernel" if over_peers else "one after the other"
         return f"the framework's GEMM and {collective}, {over}"
     sizes = [chunk.tiles for chunk in plan.chunks]
     chunks = f"{len(sizes)} chunk{'s' if len(sizes) > 1 else ''}"
@@ -207,10 +213,6 @@ def short(plan: Plan) -> str:
 
 def _machine(plan: Plan) -> Machine:
     return library.machine(library.device_of(None, plan))
-
-
-def _over_peers(plan: Plan) -> bool:
-    return enum_name(plan.chunks[0].transport) == "peer"
 
 
 def _why(
@@ -262,24 +264,9 @@ def _buffers(made: dict) -> tuple[Buffer, ...]:
         whose = "the group's, kept: two of them, used in turns, for what peers write"
         found.append(Buffer("slots", 2 * made["slot_bytes"], whose))
     if made["counters"] > 0:
-        found.append(
-            Buffer(
-                "counters",
-                4 * made["counters"],
-                "of finished tiles, one a chunk, and of a program's transfers",
-            )
-        )
+        whose = "of finished tiles, one a chunk, and of a program's transfers"
+        found.append(Buffer("counters", 4 * made["counters"], whose))
     return tuple(found)
-
-
-def _steps(plan: Plan, made: dict, price: _plan.Price) -> tuple[Step, ...]:
-    element = _element_bytes(plan.problem)
-    return tuple(
-        Step(step["lane"], step["step"], _words(plan, step, element), chunk, begin, end)
-        for step, chunk, (begin, end) in zip(
-            made["steps"], chunks_of(made), price.steps, strict=True
-        )
-    )
 
 
 _PLAIN_WORDS = {  # of those kinds of steps for which their own numbers are enough

@@ -160,36 +160,18 @@ def device_of(device: Device, plan: Plan | None = None) -> torch.device:
 def check_on(device: torch.device, plan: Plan) -> None:
     """Raises ValueError if the plan cannot run there: `validate` refuses it with this number of SMs, or a program needs
     more memory than the device has."""
-    validate(plan, _usual_machine(device, plan))
-    if plan.program.transfers:
-        check_memory(plan, _total_bytes(device))
-
-
-def _usual_machine(device: torch.device, plan: Plan) -> Machine:
-    """The usual machine with the device's SMs: if there are few, waiting kernels may leave none to the GEMM."""
     import torch
 
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     machine = _plan.usual_machine(plan)
-    if device.type == "cuda" and machine.arch > 0:
-        machine.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    return machine
-
-
-def _total_bytes(device: torch.device) -> int:
-    """The device's memory."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def check_memory(plan: Plan, total_bytes: int) -> None:
-    """Raises ValueError if a rank's call holds more memory than the device has. ``gemm_alltoall`` is not checked, because
-    no plan knows its rows.
-    """
-    if plan.problem.op == Op.GEMM_ALLTOALL:
-        return
+    if gpu is not None and machine.arch > 0:
+        # If there are few SMs, waiting kernels may leave none to the GEMM.
+        machine.sm_count = gpu.multi_processor_count
+    validate(plan, machine)
+    if not plan.program.transfers or plan.problem.op == Op.GEMM_ALLTOALL:
+        return  # no plan of an all-to-all knows its rows
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total_bytes = host_bytes if gpu is None else gpu.total_memory
     for rank in range(plan.problem.world_size):
         made = json.loads(_plan.steps_json(plan, rank, Machine()))
         held = sum(scratch["bytes"] for scratch in made["scratch"])

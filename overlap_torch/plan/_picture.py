@@ -17,17 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LANES = ("caller", "side0", "side1", "side2", "side3", "copy")
-WAITS = (
-    "wait_for_tiles",
-    "wait_for_peers",
-    "wait_for_slots",
-    "await",
-    "count",
-    "mark",
-    "fork",
-    "join",
-    "delay",
-)
+WAITS = "wait_for_tiles wait_for_peers wait_for_slots await count mark fork join delay".split()
 
 
 def plot(
@@ -100,7 +90,14 @@ def tile_map(plan: Plan, made: dict) -> list[tuple[int, int, int]]:
     gemms = [step for step in made["steps"] if step["step"] == "gemm"]
     split = [step["rows"] for step in gemms if "round_tile_rows" in step.get("rows", {})]
     if plan.collective == Collective.RING and split:
-        ordered = _ring_tiles(plan, split[0]["round_tile_rows"])
+        parts = problem.world_size
+        part_rows = plan.tiles_m // parts
+        ring = _plan.ring_tiles(parts, part_rows, plan.tiles_n, split[0]["round_tile_rows"])
+        # Rank 0 computes the previous rank's part first, and its own last.
+        ordered = [
+            (0, (2 * parts - 1 - phase) % parts * part_rows + row, column)
+            for phase, row, column in ring
+        ]
     else:
         parts = problem.row_parts
         ordered = []
@@ -116,23 +113,6 @@ def tile_map(plan: Plan, made: dict) -> list[tuple[int, int, int]]:
     ]
 
 
-def _ring_tiles(plan: Plan, round_rows: int) -> list[tuple[int, int, int]]:
-    """The same for a ring, on rank 0, which computes the previous rank's part first, and its own last."""
-    parts = plan.problem.world_size
-    part_rows = plan.tiles_m // parts
-    ring = _plan.ring_tiles(parts, part_rows, plan.tiles_n, round_rows)
-    return [
-        (0, (2 * parts - 1 - phase) % parts * part_rows + row, column)
-        for phase, row, column in ring
-    ]
-
-
-def _lanes(made: dict) -> list[str]:
-    """A list's lanes that have steps."""
-    used = {step["lane"] for step in made["steps"]} | {"caller"}
-    return [lane for lane in _LANES if lane in used]
-
-
 def _color(group: int | None, groups: int) -> tuple[float, ...] | str:
     from matplotlib import colormaps
 
@@ -146,7 +126,8 @@ def _rows(plan: Plan, rank: int, made: dict, price: _plan.Price) -> list[Row]:
     """A row for each lane of the rank's list, with the steps that take time."""
     chunks = chunks_of(made)
     groups = max(len(plan.chunks), 1 + max((c for c in chunks if c is not None), default=0))
-    bars: dict[str, list[Bar]] = {lane: [] for lane in _lanes(made)}
+    used = {step["lane"] for step in made["steps"]} | {"caller"}
+    bars: dict[str, list[Bar]] = {lane: [] for lane in _LANES if lane in used}
     for step, chunk, (begin, end) in zip(made["steps"], chunks, price.steps, strict=True):
         if end <= begin or step["step"] in WAITS:
             continue

@@ -50,7 +50,10 @@ def one_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
             parts = [p.part(rank, share) for rank in range(p.world)]
             _sum_of_all(p, parts, p.output.chunk(share))
         else:
-            _to_all(p, share)
+            for distance in range(1, p.world):  # to the next rank first
+                to = p.rank + distance
+                sends_to_one = problem.op == Op.GEMM_ALLTOALL
+                p.push(p.message(to, share) if sends_to_one else p.part(p.rank, share), to=to)
     return p.plan()
 
 
@@ -110,13 +113,3 @@ def _sum_of_all(p: Editor, terms: Sequence[Area], result: Area) -> None:
             slot = slots[(source - rank) % p.world - 1].rows(0, rows)
             term = terms[rank] if source == rank else slot
             p.copy(term, result, reduce=source > 0, rank=rank)
-
-
-def _to_all(p: Editor, share: Share) -> None:
-    """Sends every rank's rows to all ranks that need them, to the next rank first."""
-    for distance in range(1, p.world):
-        to = p.rank + distance
-        if p.problem.op == Op.GEMM_ALLTOALL:
-            p.push(p.message(to, share), to=to)
-        else:
-            p.push(p.part(p.rank, share), to=to)

@@ -14,16 +14,8 @@ from overlap_torch._plan import Plan, Problem, Program, decode, encode, validate
 from overlap_torch.plan._names import enum_member, enum_name
 
 __all__ = [
-    "decode",
-    "encode",
-    "from_dict",
-    "from_json",
-    "load",
-    "save",
-    "schema",
-    "to_dict",
-    "to_json",
-]
+    "decode", "encode", "from_dict", "from_json", "load", "save", "schema", "to_dict", "to_json",
+]  # fmt: skip
 
 # The version of the fields (csrc/plan/plan_fields.h): a release with other fields has another version. A plan's program
 # has its own version, and is left out if there is none, as the ranks of a host are.

@@ -25,15 +25,9 @@ from overlap_torch._plan import (
 from overlap_torch.plan._names import enum_member, enum_name
 
 __all__ = [
-    "at_once",
-    "hierarchical",
-    "make_all_to_all",
-    "make_plan",
-    "make_sequential",
-    "packed",
-    "row_panels",
-    "smem_pad_bytes",
-]
+    "at_once", "hierarchical", "make_all_to_all", "make_plan", "make_sequential", "packed",
+    "row_panels", "smem_pad_bytes",
+]  # fmt: skip
 
 
 def row_panels(
