@@ -48,9 +48,7 @@ class Case:
 
 
 def cases(op: str, shape: Shape, world_size: int) -> list[Case]:
-    """The cases to measure for a shape. Rows that the ranks divide are rounded up to the group, as
-    a layer pads them.
-    """
+    """The cases to measure for a shape. Rows that the ranks divide are rounded up to the group, as a layer pads them."""
     if op == "gemm_alltoall":
         return [Case(op, shape, split) for split in ("even", "uneven")]
     if op in ("gemm_reducescatter", "allgather_gemm"):

@@ -23,7 +23,7 @@ class Losses:
     """One call of an op on the slowest rank, in parts that add up; medians over calls, in microseconds."""
 
     gemm_us: float  # the sequence's GEMM, alone
-    fewer_sms_us: float  # the GEMM's extra time on the SMs that the plan leaves it: by their share, not measured
+    fewer_sms_us: float  # the GEMM's extra time because the plan leaves it fewer SMs: computed from their share
     waiting_us: float  # the rest until the last tile: starts, waits for peers, memory and power
     tail_us: float  # from the GEMM's end to the op's
     hidden: float  # share of the communication's time before the GEMM's end

@@ -19,8 +19,7 @@ _Computation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 
 def prepare_environment() -> None:
     """Sets the variables that the ops read at their first use; before the ranks start. A variable
-    that is set already stays.
-    """
+    that is set already stays."""
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 

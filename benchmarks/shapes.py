@@ -1,6 +1,4 @@
-"""The shapes to measure: those of suite.json by group, shapes given as MxNxK, and transformer
-blocks by model or by sizes.
-"""
+"""The shapes to measure: those of suite.json by group, shapes given as MxNxK, and transformer blocks by model or by sizes."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def check(
 def measured(
     models: dict[str, torch.nn.Module], job: argparse.Namespace, device: torch.device
 ) -> Iterator[tuple[str, str, Times]]:
-    """The work done, its styles, and its times; a step of decode is one token of each sequence."""
+    """For each work and each model's styles: the work, the styles and the times. A step of decode is one token of each sequence."""
     watch = Stopwatch(device)
     for what in job.work:
         variants = variants_of(what, models, job, device)

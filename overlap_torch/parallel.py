@@ -126,9 +126,7 @@ def is_plain_linear(module: torch.nn.Module) -> bool:
 
 
 def fp8_recipe(module: torch.nn.Module) -> Recipe | None:
-    """The fp8 recipe of a torchao ``Float8Linear``; None for another module, and for recipes that
-    the ops do not take.
-    """
+    """The fp8 recipe of a torchao ``Float8Linear``; None for another module, and for recipes that the ops do not take."""
     kind = type(module)
     if (kind.__module__, kind.__name__) != ("torchao.float8.float8_linear", "Float8Linear"):
         return None

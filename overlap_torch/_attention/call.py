@@ -28,7 +28,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Attention:
-    """Calls alike on this rank, and what is known of them before their tensors; layers share it.
+    """All that is known of an attention's calls before their tensors arrive; calls with the same arguments share it.
 
     Args:
         problem: what all ranks compute.
@@ -117,7 +117,7 @@ class Attention:
         return found
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, per_head: Tensors = ()):
-        """This rank's output [B, T, H, Dv], what came and the head layout's output where backward wants them, and what kernels saved."""
+        """This rank's output [B, T, H, Dv]; what came and the kernels' own output, if backward reads them; and what kernels saved."""
         self._compare(self._text, q)
         if self.by_copies:
             return self._forward_by_copies(q, k, v)
@@ -132,7 +132,7 @@ class Attention:
         return result, [*(came if self._keeps_keys else came[:1]), o], saved
 
     def _forward_by_copies(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
-        """As `forward`. The head layout that is kept: what came, in one dim, and each chunk's output."""
+        """As `forward`. It keeps for backward what came, in one dim, and each chunk's output."""
         gathers, outputs, saved, kept = self.problem.parts == 1, [], [], []
         route, rank = self.route, self.share.rank
         if _is_fake(q):
@@ -173,7 +173,7 @@ class Attention:
         return result, [came, *outputs], saved
 
     def wanted(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> list:
-        """The tensors that backward reads, None in the place of others, of which the head layout is kept."""
+        """q, k, v and o as backward reads them: None in the place of a tensor that is kept in the kernels' layout instead."""
         own, gathers = self.problem.parts == 1, not self._keeps_keys
         return [
             tensor if takes else None
@@ -209,7 +209,7 @@ class Attention:
         *came, o = kept or [o]
         again = None if self._keeps_keys else exchange.start_in(None, k, v)
         grad = exchange.start_grad(grad)()
-        # Laid out, it is one chunk, as several ranks have terms of a key's gradient, which are summed once.
+        # Here a part has one key head. Its gradient has terms of several ranks, which are summed once: there is one chunk.
         if laid:
             q, k, v = operands_of(self.route, self.share.rank, 0, came[0])
         else:
@@ -249,7 +249,7 @@ class Attention:
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
-    """True of a compiler's tensors, which hold no numbers."""
+    """True for a compiler's tensors, which hold no numbers."""
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
 
 

@@ -61,7 +61,7 @@ def _heads_of(rows: torch.Tensor, first: int, heads: int, width: int) -> torch.T
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """With a last dim that lies together, as kernels want it."""
+    """The tensor with its last dim contiguous, as kernels want it."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -85,7 +85,7 @@ class _Runs:
         return torch.cat([runs[place] for place in self.places])
 
     def together(self, blocks: Sequence[torch.Tensor], first: int = 0) -> torch.Tensor:
-        """The same of a block for each rank from the first on: one copy."""
+        """The same for one block of rows from each rank, beginning with rank ``first``: one copy."""
         runs = [blocks[rows.rank - first][rows.begin : rows.end] for rows in self.by_rank]
         return torch.cat([runs[place] for place in self.places]) if runs else blocks[0]
 

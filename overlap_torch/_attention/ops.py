@@ -138,7 +138,7 @@ def _backward_flops(grad, q, k, v, o, kept, width, *how, out_shape=None, **_) ->
 
 
 def _is_seen(*tensors: torch.Tensor) -> bool:
-    """True of a call that a mode, subclass, compiler or profiler has to see as an operator."""
+    """True if a mode, a subclass, a compiler or a profiler has to see this call as an operator."""
     return bool(
         any([type(tensor) is not torch.Tensor for tensor in tensors])
         or is_dynamo_compiling()
@@ -154,7 +154,8 @@ def _how(attention: Attention) -> tuple:
 
 
 def call(attention: Attention, q, k, v, *per_head) -> torch.Tensor:
-    """The output; of a built-in kernel by the operator only where somebody has to see it: the dispatcher's way through Python is long."""
+    """The output. A built-in kernel is called as an operator only if somebody has to see it: the dispatcher's way through Python
+    is long."""
     if not attention.is_built_in or attention.keeps and not _is_seen(q, k, v):
         found = ContextParallelAttention.apply(attention, q, k, v, *per_head)
         return found[0] if attention.kept else found
@@ -165,7 +166,8 @@ def call(attention: Attention, q, k, v, *per_head) -> torch.Tensor:
 
 
 def _quietly(attention: Attention) -> contextlib.AbstractContextManager:
-    """Autograd does not look at each call of PyTorch by a built-in kernel, but to refuse forward mode."""
+    """A context without autograd's bookkeeping for each call of PyTorch that a built-in kernel makes. In forward mode autograd
+    has to look, to refuse it."""
     below = attention.is_built_in and forward_ad._current_level < 0
     return torch._C._AutoDispatchBelowAutograd() if below else torch.no_grad()
 
@@ -173,7 +175,8 @@ def _quietly(attention: Attention) -> contextlib.AbstractContextManager:
 class ContextParallelAttention(torch.autograd.Function):
     """An attention past the dispatcher, by a caller's kernel or one that is built in.
 
-    Its second output, where backward does not read the first one, is of what is kept, which leads derivatives of gradients to the inputs.
+    Where backward does not read the output, a second output is one of the kept tensors: through it derivatives of gradients
+    reach the inputs, and are refused.
     """
 
     @staticmethod

@@ -61,7 +61,7 @@ def cut_heads(heads: int, kv_heads: int, count: int) -> tuple[Chunk, ...]:
 class Route:
     """An exchange as all ranks know it: how heads are cut into chunks, and what goes to the kernels and home from them.
 
-    Two routes are equal if they are the same object, so that tables are found without a comparison of what they are of.
+    Two routes are equal only if they are the same object, so that a cache finds a route's tables without comparing its fields.
     """
 
     problem: Problem

@@ -124,7 +124,7 @@ def _route(problem: Problem, form: Form, count: int) -> tuple[Route, str]:
 def _gathered(
     share: Share, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: str, most: int
 ) -> Iterator[Iterator[tuple[Chunk, torch.Tensor, torch.Tensor]]]:
-    """All keys and values, [B, h, S, D], in at most so many chunks of heads, and inside the ``with``, where peers carry them."""
+    """All keys and values, [B, h, S, D], in at most ``most`` chunks of heads; those that peers carry last until the ``with`` ends."""
     form = Form(query.shape[0], query.dtype, query.shape[3], value.shape[3])
     own = [tensor.transpose(1, 2) for tensor in (key, value)]
     count = min(most, chunks_over_peers(share.problem, form, query.device, group))

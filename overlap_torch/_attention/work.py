@@ -260,8 +260,8 @@ def seconds(
     """The expected time of an attention's bytes and of the slowest rank's products, one after the other, for a choice of parts.
 
     ``width``, ``value_width``: sizes of a query's and a value's head; ``item``: bytes of a number. ``is_slow`` says which calls
-    the fastest kernel does not take: they cost twice as much, as flash attention beside cuDNN's on Hopper does. The rates are
-    round numbers for GPUs of one host.
+    the fastest kernel does not take. They cost twice as much: flash attention takes twice cuDNN's time on Hopper. The rates
+    are round numbers for GPUs of one host.
     """
     ranks, parts = problem.ranks, problem.parts
     tokens = max(problem.numbers)

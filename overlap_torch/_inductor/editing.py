@@ -305,8 +305,10 @@ def before(node: Node, layout: Layout) -> Layout | None:
 
 
 def after_recat(recat: Recat, layout: Layout, back: bool = False) -> Layout | None:
-    """The layout of the result, given that of the tensor that is cut, or ``back``: one dim's outer factor goes before another
-    dim's factors. None if it does not divide."""
+    """The layout of the result, given that of the tensor that is cut; with ``back`` the other way round.
+
+    One dim's outer factor, the number of parts, moves before another dim's factors. None if that dim does not divide.
+    """
     from_dim, to_dim = (recat.cut_dim, recat.cat_dim)[:: -1 if back else 1]
     parts_count = sympy.Integer(recat.count)
     rest = divide(size_of(flat([layout[from_dim]])), parts_count)

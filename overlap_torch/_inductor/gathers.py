@@ -379,8 +379,7 @@ def _rest(
     index: int,
     layout: Layout,
 ) -> dict[Node, Node]:
-    """The rearrangements that nodes other than ``unread`` read, made from one of the op's results, which has this
-    layout."""
+    """The rearrangements that nodes other than ``unread`` read, made from one of the op's results, which has this layout."""
     rest: dict[Node, Node] = {}
     gathered: dict[torch.dtype, Node] = {}
     for node, reached in inside.items():

@@ -42,8 +42,7 @@ _OTHER_PRODUCTS = {
 @dataclass(frozen=True)
 class Scales:
     """The scales of a GEMM's fp8 operands: one number for both, or one for each row of the left and
-    each column of the right.
-    """
+    each column of the right."""
 
     left: Node  # one number, or one for each of M
     right: Node  # one number, or one for each of N

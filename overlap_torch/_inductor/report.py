@@ -52,8 +52,7 @@ class FusionRow(TypedDict):
 
 class FusionReport(list[FusionRow]):
     """The result of :func:`overlap_torch.inductor.report`: a list of dicts, :class:`FusionRow`;
-    ``str()`` of it is a table.
-    """
+    ``str()`` of it is a table."""
 
     def __str__(self) -> str:
         if not self:

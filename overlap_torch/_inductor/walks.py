@@ -130,7 +130,7 @@ def _recat_behind(split: Node) -> Recat | None:
 
 
 def unfollowed(walk: Walk) -> Iterator[tuple[Node, Node, bool]]:
-    """Products that read the gathered tensor through nodes that only move data, but in ways that no op has. Each has the
+    """Products that read the gathered tensor through nodes that only move data, but in ways that no op takes. For each one: the
     product, the first such node, and whether the product reads it as the second operand."""
     for first in walk.others:
         waiting, seen = [first] if only_moves(first) else [], {first}

@@ -2,8 +2,7 @@
 
 :func:`align` finds where the kernel turns its program's number into a tile: everywhere, with one tile a program, or in the
 loop of a persistent kernel. From there on the number comes from the table. The kernel's arithmetic, and so its order of
-tiles, stays as it was. :mod:`overlap_torch._kernels.probe` then runs the address computation to find the tile of each
-number.
+tiles, stays as it was. :mod:`overlap_torch._kernels.probe` then runs the address computation to find the tile of each number.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def _as_proven(grid: Callable[[dict], tuple], proven: tuple, meta: dict[str, obj
 
 
 class _Tuner(Autotuner):
-    """Times configurations without a signal that counts."""
+    """Times configurations. Their signals and waits use counters of the timed runs, not the job's."""
 
     def _bench(self, *args: object, config: object, **meta: object) -> object:
         inner = self.fn

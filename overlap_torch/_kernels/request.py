@@ -114,8 +114,7 @@ class Request:
 
     def _planned(self) -> Plan:
         """Row panels: if the kernel's time is known, the planner chooses their number and transport; else they have about
-        equal heights. An all-to-all has one chunk, because its rows differ by rank.
-        """
+        equal heights. An all-to-all has one chunk, because its rows differ by rank."""
         problem, tile, comm_sms = self.problem, self.tile, self.resources.comm_sms
         alone, to_all = problem.world_size == 1, problem.op == Op.GEMM_ALLTOALL
         on_cpu, us = self.device.type == "cpu", None

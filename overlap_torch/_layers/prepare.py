@@ -219,8 +219,7 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
 
 
 def _in_inference_mode() -> bool:
-    """True if tensors have no versions, by which changes of the module are found. A plain tensor can be made in this
-    mode."""
+    """True if tensors have no versions, by which changes of the module are found. A plain tensor can be made in this mode."""
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 

@@ -133,8 +133,7 @@ def row_sequence(
 
 
 def let_compile() -> None:
-    """Called once before anything is compiled. It imports torch._dynamo, which takes seconds; making a DTensor also
-    does."""
+    """Called once before anything is compiled. It imports torch._dynamo, which takes seconds; making a DTensor also does."""
     torch.compiler.allow_in_graph(_gather_linears)
     torch.compiler.allow_in_graph(_scatter_linear)
 

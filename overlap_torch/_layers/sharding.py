@@ -95,7 +95,7 @@ def gather_parts(part: torch.Tensor, dim: int, sizes: Sequence[int], group: str)
 
 
 class _Placed(TransformedFunction):
-    """A Function whose arguments after the tensor say where its parts are."""
+    """A Function that keeps its arguments after the tensor, which say where the parts are, as ``ctx.place``."""
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:

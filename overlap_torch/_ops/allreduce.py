@@ -71,11 +71,10 @@ def gemm_allreduce(
         allows it. Under autocast the operands are cast as those of ``torch.nn.functional.linear``.
 
     Gradients are in reverse mode, of any order. The first are local: ``grad @ weight``, ``grad.T @ input``,
-    ``grad.sum(rows)``. The gradient of the output is the same on every rank, so backward does not communicate. A
-    second derivative communicates if it asks for the derivative by the output's gradient, which is a
-    ``gemm_allreduce`` again.
-    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` makes one call for each element of the
-    batch, whose size must be equal on all ranks.
+    ``grad.sum(rows)``. The gradient of the output is the same on every rank, so backward does not communicate. A second
+    derivative communicates if it asks for the derivative by the output's gradient, which is a ``gemm_allreduce`` again.
+    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` makes one call for each element of the batch,
+    whose size must be equal on all ranks.
 
     Raises:
         ValueError: shapes or devices that do not fit, an unknown ``invariance``, or an unknown group.

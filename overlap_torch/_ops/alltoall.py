@@ -75,10 +75,9 @@ def gemm_alltoall(
         A fresh, contiguous tensor [sum(recv_rows), ..., N], of the operands' dtype, in order of the sending ranks. Dtypes,
         accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
 
-    Gradients are in reverse mode, of any order. Backward sends the gradient's rows back, and every rank has to take
-    part. The rest is local, so gradients of weight and bias are this rank's own.
-    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` work, too. ``vmap`` makes one call for each element of the batch,
-    so all ranks need batches of the same size.
+    Gradients are in reverse mode, of any order. Backward sends the gradient's rows back, and every rank has to take part. The
+    rest is local, so gradients of weight and bias are this rank's own. ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap``
+    work, too. ``vmap`` makes one call for each element of the batch, so all ranks need batches of the same size.
 
     Raises:
         ValueError: counts that are not one for each rank, negative or do not add up to D0, shapes or devices that do

@@ -11,7 +11,7 @@ _lock = threading.Lock()
 
 
 class Held:
-    """Something that several handles hold: it is in place while at least one handle exists. True in this time.
+    """Something that several handles hold. It is in place, and this object is true, while at least one handle exists.
 
     Args:
         begin: puts it in place.

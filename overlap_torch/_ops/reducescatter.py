@@ -70,11 +70,10 @@ def gemm_reducescatter(
         operands' dtype: rank
         r holds the r-th part of the sum's rows. Dtypes, accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
 
-    Gradients are in reverse mode, of any order. Backward is an :func:`overlap_torch.allgather_gemm` of the output's
-    gradient, which every rank has to run; the gradients of ``input`` and ``weight`` share the gathered rows.
-    The bias's gradient covers this rank's rows; sum it over the group for the whole bias.
-    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` makes one call for each element of the
-    batch, whose size must be equal on all ranks.
+    Gradients are in reverse mode, of any order. Backward is an :func:`overlap_torch.allgather_gemm` of the output's gradient,
+    which every rank has to run; the gradients of ``input`` and ``weight`` share the gathered rows. The bias's gradient covers
+    this rank's rows; sum it over the group for the whole bias. ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it
+    too; ``vmap`` makes one call for each element of the batch, whose size must be equal on all ranks.
 
     Raises:
         ValueError: D0 is not divisible by the world size, no such ``dim``, shapes or devices do not fit, or an unknown

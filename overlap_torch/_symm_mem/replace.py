@@ -43,9 +43,7 @@ _calls: Counter[tuple[str, str, str]] = Counter()
 
 
 class SymmMemReplacement(Handle):
-    """The result of :func:`overlap_torch.replace_symm_mem`: undoes it, once, by :meth:`undo` or at
-    the end of a ``with``.
-    """
+    """The result of :func:`overlap_torch.replace_symm_mem`: undoes it, once, by :meth:`undo` or at the end of a ``with``."""
 
     @property
     def calls(self) -> list[SymmMemCalls]:

@@ -310,8 +310,7 @@ def _environment() -> Mapping[str, str]:
 
 def _profile() -> Profile:
     """The profile that OVERLAP_PROFILE names. If it cannot be read, the shipped one; the environment's lines show the
-    error.
-    """
+    error."""
     now = _environment()
     if "error" in now:
         return Profile.shipped()

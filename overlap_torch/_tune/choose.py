@@ -24,8 +24,7 @@ def way(plan: Plan) -> tuple[str, ...]:
 
 def family(plan: Plan) -> tuple[str, ...]:
     """The properties that plans of one problem share across M: the way, the number of chunks, and whether the ends are
-    small.
-    """
+    small."""
     tiles = [one.tiles for one in plan.chunks]
     mean = sum(tiles) / len(tiles)
     ends = (

@@ -102,8 +102,7 @@ class Files:
 
     def read(self, problem: Problem) -> dict[tuple[int, str], Entry]:
         """Entries by M and mode. It leaves out damaged entries, those of another schema or environment, and those with a
-        plan that is not for their problem.
-        """
+        plan that is not for their problem."""
         found: dict[tuple[int, str], Entry] = {}
         for key, data in self._entries(self.path(problem)).items():
             with contextlib.suppress(Exception):  # any fault of the file

@@ -86,7 +86,7 @@ def _hidden(device: torch.device) -> bool:
 
 
 def wanted_at_first_calls() -> FirstCalls | None:
-    """True for OVERLAP_TUNE=1. Raises ValueError if the variable is neither 0 nor 1."""
+    """The hook if OVERLAP_TUNE is 1, else None. Raises ValueError if the variable is neither 0 nor 1."""
     value = os.environ.get("OVERLAP_TUNE", "0")
     if value not in ("0", "1"):
         raise ValueError(f"OVERLAP_TUNE must be 0 or 1, but it is {value!r}")

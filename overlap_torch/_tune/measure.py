@@ -92,9 +92,8 @@ def clocks_for(device: torch.device, plans: int) -> list[Clock | None]:
 
 
 def time_us(call: Callable[[], Any], mode: str, clock: Clock | None) -> float:
-    """The time of one call; in "row" the mean of the calls. A call before it brings the ranks together and makes the list
-    of steps.
-    """
+    """The time of one call; in "row" the mean of several. An untimed call comes first: it brings the ranks together and makes
+    the list of steps."""
     calls = 1 if mode == "call" else _ROW
     if clock is None:
         call()

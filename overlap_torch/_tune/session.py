@@ -173,10 +173,8 @@ class Session:
         return self._take(one)
 
     def _look_again(self, one: _Measured) -> int:
-        """The plan that is chosen in the end. The fastest of several was also lucky. So it is measured again, longer,
-        beside the sequence and the previous plan, and has to gain over both. A plan with wrong results, then or now, is not
-        chosen.
-        """
+        """The plan that is chosen in the end. The fastest of several plans was perhaps only lucky. So it is measured again,
+        longer, beside the sequence and the previous plan, and has to beat both. No plan with a wrong result is chosen."""
         places = [i for i in one.right if i in (0, one.chosen) or one.plans[i] == one.before]
         # The fastest plan comes last, because it has to gain over the previous plan, too.
         places.sort(key=lambda i: i == one.chosen)

@@ -130,8 +130,7 @@ def remove_note(module: torch.nn.Module) -> None:
 
 
 def note_fallback(module: torch.nn.Module, why: str) -> None:
-    """Notes that a style or a layer left this module to another style or layer, such as PyTorch's, for the reason
-    ``why``."""
+    """Notes that a style or a layer left this module to another style or layer, such as PyTorch's, for the reason ``why``."""
     module.__dict__[_FALLBACK] = why
 
 

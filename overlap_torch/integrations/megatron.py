@@ -341,8 +341,7 @@ class _Call:
 
     def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor) -> Gradient:
         """The weight's gradient [N, K] from [tokens, ..., N] and [tokens, ..., K]. If it was added to main_grad, the value
-        that Megatron's hooks expect.
-        """
+        that Megatron's hooks expect."""
         if self.accumulates is None:
             return weight_gradient(grad, input)
         weight, main_grad = self.accumulates

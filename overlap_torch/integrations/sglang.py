@@ -35,12 +35,13 @@ def enable() -> None:
     and SGLang's function for all others. SGLang calls that function only where its own fusion applies. The forward's hook
     replaces two kinds of forward:
 
-    - an unquantized GEMM and an all-reduce over the tensor-parallel group, by ``gemm_allreduce``; - the same with SGLang's
-    sequence parallelism, by ``gemm_reducescatter``: rows padded to a multiple of the ranks, scattered.
+    - an unquantized GEMM and an all-reduce over the tensor-parallel group, by ``gemm_allreduce``;
+    - the same with SGLang's sequence parallelism, by ``gemm_reducescatter``: rows padded to a multiple of the ranks, scattered.
 
-    Everything else is SGLang's forward: quantized layers and weights packed for a CPU's kernel, ``skip_all_reduce``, ``reduce_results=False``
-    (layers whose sum SGLang leaves to the layer's boundary), an ``output_tensor``, groups other than the tensor-parallel one,
-    attention's data parallelism, quantized communication, and layers with SGLang's own fused kernel.
+    SGLang's own forward runs for everything else: quantized layers and weights packed for a CPU's kernel,
+    ``skip_all_reduce``, ``reduce_results=False`` (layers whose sum SGLang leaves to the layer's boundary), an
+    ``output_tensor``, groups other than the tensor-parallel one, attention's data parallelism, quantized communication, and
+    layers with SGLang's own fused kernel.
 
     In deterministic inference both ops are called with ``invariance="batch"``, whatever the number of rows. SGLang 0.5.23
     does not call its all-reduce with residual and norm there, so the norm's hook, which takes few rows only, finds no call.

@@ -1,6 +1,5 @@
 """Hugging Face transformers with this package's ops: tensor parallelism (``tp_plan="auto"`` and plans by hand), and
-attention of a cut sequence.
-"""
+attention of a cut sequence."""
 
 from __future__ import annotations
 

@@ -76,8 +76,7 @@ class CutParameters(torch.nn.Module):
 
     def _device_type(self, device: torch.device) -> str:
         """The mesh's device type for parameters on this device. Parameters on ``meta`` are expected on the GPU if the group
-        has one.
-        """
+        has one."""
         if device.type != "meta":
             return device.type
         supported = _device_capability(_resolve_process_group(self.group))
@@ -235,8 +234,7 @@ def _same_place(one: DTensor, other: DTensor) -> bool:
 
 
 def _check_own(name: str, value: DTensor) -> None:
-    """Refuses a DTensor that another rank, or another number of ranks, has pickled: its mesh still has that rank's
-    place."""
+    """Refuses a DTensor that another rank, or another number of ranks, has pickled: its mesh still has that rank's place."""
     mesh = value.device_mesh
     if not is_living(mesh):
         raise RuntimeError(

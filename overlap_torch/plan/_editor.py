@@ -147,15 +147,13 @@ class Editor:
         return [Share(index, count) for index in range(count)]
 
     def part(self, index: AnyRank, share: Share | None = None) -> Area:
-        """Rank ``index``'s rows (modulo the number of ranks) of the product, or of the gathered rows; or a share of
-        them."""
+        """Rank ``index``'s rows (modulo the number of ranks) of the product, or of the gathered rows; or a share of them."""
         area = self._data.part(index, self.world)
         return area if share is None else area.chunk(share)
 
     def message(self, to: AnyRank, share: Share | None = None) -> Area:
         """For ``gemm_alltoall``: the rows that this rank sends to rank ``to``, or a share of them.
-        They arrive where they belong.
-        """
+        They arrive where they belong."""
         if self.problem.op != Op.GEMM_ALLTOALL:
             raise ValueError(f"{self.problem.op.name.lower()} has no messages: take part()")
         return self.part(to, share)

@@ -49,10 +49,9 @@ def plan_for(
 ) -> Plan:
     """The plan that the op would run now for an output [m, n] and inner dimension k on each rank.
 
-    It is the one set for that problem, else the planner's. ``device`` None: the current CUDA
-    device, or the CPU where there is none. ``group`` is as in
-    :func:`overlap_torch.gemm_allreduce`. ``recipe``, ``output_dtype`` and ``fast_accum``, the ops'
-    ``use_fast_accum``, are of scaled operands: ``dtype`` is the input's. ``invariance`` None is what
+    It is the one set for that problem, else the planner's. ``device`` None: the current CUDA device, or the CPU where there
+    is none. ``group`` is as in :func:`overlap_torch.gemm_allreduce`. ``recipe``, ``output_dtype`` and ``fast_accum``, the
+    ops' ``use_fast_accum``, are of scaled operands: ``dtype`` is the input's. ``invariance`` None is what
     ``OVERLAP_INVARIANCE`` says.
     """
     problem = Problem(

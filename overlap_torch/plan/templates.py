@@ -159,11 +159,10 @@ def packed(
 ) -> Plan:
     """An overlapped plan that stores tiles in tile order and reorders them chunk by chunk.
 
-    Chunks may end after any tile, so they can follow the GEMM's waves. ``chunks`` is a number of
-    chunks of about equal size, or the chunks' sizes in tiles, which sum up to the number of tiles.
-    ``band_rows`` None: ``BAND_ROWS``, or the tile grid's height if that is less. ``collective`` is ``all_reduce`` or,
-    between two ranks, ``exchange``: one all-gather, then a sum when the chunk is put in place; only NCCL has it. All else
-    is as in :func:`row_panels`.
+    Chunks may end after any tile, so they can follow the GEMM's waves. ``chunks`` is a number of chunks of about equal size,
+    or the chunks' sizes in tiles, which sum up to the number of tiles. ``band_rows`` None: ``BAND_ROWS``, or the tile grid's
+    height if that is less. ``collective`` is ``all_reduce`` or, between two ranks, ``exchange``: one all-gather, then a sum
+    when the chunk is put in place; only NCCL has it. All else is as in :func:`row_panels`.
     """
     kernel, collective = enum_member(Kernel, kernel), enum_member(Collective, collective)
     resources = Resources(

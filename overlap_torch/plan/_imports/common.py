@@ -245,8 +245,8 @@ class File:
 class _Writer:
     """Writes nodes' moves into the program, one after the other, for one run of each part's rows.
 
-    A message's transfer is made when the message is received. If its source is written again before that, the transfer is
-    made at once, into the message's own memory, and the data is put in place when the message is received.
+    A message usually becomes a transfer when the file receives it. If the file writes the message's source before that, the
+    transfer comes before this write, into memory of the message's own; the receive then copies the data to its place.
     """
 
     def __init__(self, file: File, p: Editor, run: int, runs: int) -> None:
@@ -346,7 +346,7 @@ class _Writer:
     def _joined(
         self, rows: Iterable[tuple[int, int]], into: Span
     ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Rows that move to the units of a span: first and last of each piece on both sides."""
+        """Rows that move to the units of a span: where each piece begins and ends on both sides."""
         rows = list(rows)
         for unit, (_, height) in zip(into.units, rows, strict=False):
             if into.buffer in "st":
