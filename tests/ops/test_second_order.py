@@ -302,7 +302,7 @@ def distributed_like(leaf: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
 @sequence_or_not
 @every_kind
-@some_ranks
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
 def test_second_order_of_nn_layers(
     failures: Failures, kind: str, sequence: bool, whole: bool
 ) -> None:
@@ -327,6 +327,10 @@ def test_second_order_of_nn_layers(
             for leaf, cut, vector in zip(leaves, cuts, vectors, strict=False)
         ]
         got = hessian_products(form.call(layer, input, tokens), factors, leaves, parts)
+        for value, leaf in zip(got, [*leaves, *factors] * 2, strict=True):
+            if isinstance(leaf, DTensor):
+                found, right_kind = ((one.shape, one.placements) for one in (value, leaf))
+                failures.equal(found, right_kind, *sizes, tokens)
         got = [local_part(value) for value in got]
         right = [cut(value) for cut, value in zip(cuts * 2, right, strict=True)]
         expect_gradients(failures, got, right, *sizes, tokens)
