@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
@@ -99,6 +100,7 @@ def bad_calls(op: str) -> dict[str, tuple[tuple, tuple[str, ...]]]:
             "no weights": ((x, [], []), ("weights",)),
             "too few biases": ((x, [w, w, w], [None, None]), ("biases", "3", "2")),
             "too many biases": ((x, [w], [None, None]), ("biases", "1", "2")),
+            "K of another weight": ((x, [w, empty(N, OTHER_K)], []), (str(K), str(OTHER_K))),
             "bias of another weight": (
                 (x, [w, empty(OTHER_N, K)], [None, empty(N)]),
                 (str(N), str(OTHER_N)),
@@ -130,13 +132,17 @@ def missing_parts(message: str, parts: tuple[str, ...]) -> str | None:
     return f"does not name {missing}: {message}" if missing else None
 
 
-def check_bad_calls(failures: Failures, op: str, ranks: tuple[int, ...] | None) -> None:
-    """Bad calls on these ranks alone (None: on all), then good ones on all of them.
+@every_op
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
+def test_errors_name_what_is_allowed_and_come_before_any_communication(
+    failures: Failures, op: str
+) -> None:
+    """Bad calls on one rank alone, by turns, then good ones on all of them.
 
     Had a bad call communicated, the good one after it would hang or get another call's data.
     """
     for seed, (name, (arguments, parts)) in enumerate(bad_calls(op).items()):
-        if ranks is None or dist.get_rank() in ranks:
+        if dist.get_rank() == seed % dist.get_world_size():
             for call in (OPS[op].operator, OPS[op].wrapper):
                 message = message_of(call, *arguments, group=world_name())
                 failures.expect(missing_parts(message, parts), op, name)
@@ -144,15 +150,19 @@ def check_bad_calls(failures: Failures, op: str, ranks: tuple[int, ...] | None) 
 
 
 @every_op
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_errors_name_what_was_given_and_what_is_allowed(failures: Failures, op: str) -> None:
-    check_bad_calls(failures, op, None)
-
-
-@every_op
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_errors_come_before_any_communication(failures: Failures, op: str) -> None:
-    check_bad_calls(failures, op, (0,))
+@pytest.mark.ranks((2, "gloo"))
+def test_errors_of_fakes_name_all_numbers(failures: Failures, op: str) -> None:
+    """The message of the op's fake kernel names the op and every number that the real one's names."""
+    for name, (arguments, _) in bad_calls(op).items():
+        if "sparse" in name or name in ("int64", "int8", "bool", "complex64"):
+            continue  # there are no fakes of the first; dtypes are checked when the op runs
+        with FakeTensorMode() as mode:
+            fakes = map_tensors(mode.from_tensor, arguments)
+            fake = message_of(OPS[op].operator, *fakes, group=world_name())
+        real = message_of(OPS[op].operator, *arguments, group=world_name())
+        failures.equal(fake.partition(":")[0], real.partition(":")[0], name)
+        missing = set(re.findall(r"\d+", real)) - set(re.findall(r"\d+", fake))
+        failures.equal(missing - {"16", "32"}, set(), "numbers of", real, "that lack in", fake)
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
