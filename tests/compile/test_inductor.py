@@ -134,29 +134,17 @@ def weight_gathered(c, x, w):
 
 
 PATTERNS = {
-    "mm, all-reduce": Pattern(
-        lambda c, x, w: c.all_reduce(x @ w), ((6, 5), (5, 7)), "gemm_allreduce"
-    ),
-    "linear, all-reduce": Pattern(
-        lambda c, x, w: c.all_reduce(linear(x, w)), ((2, 3, 5), (7, 5)), "gemm_allreduce"
-    ),
-    "bias behind, two readers": Pattern(
-        reduced_then_read, ((2, 3, 5), (7, 5), (7,)), "gemm_allreduce"
-    ),
-    "bias of every rank": Pattern(
-        bias_of_every_rank, ((2, 3, 5), (7, 5), (7,)), "gemm_allreduce all_reduce"
-    ),
-    "average": Pattern(
-        lambda c, x, w: c.all_reduce(x @ w, "avg"), ((6, 5), (5, 7)), "gemm_allreduce"
-    ),
+    "mm, all-reduce": Pattern(lambda c, x, w: c.all_reduce(x @ w), ((6, 5), (5, 7)), "gemm_allreduce"),
+    "linear, all-reduce": Pattern(lambda c, x, w: c.all_reduce(linear(x, w)), ((2, 3, 5), (7, 5)), "gemm_allreduce"),
+    "bias behind, two readers": Pattern(reduced_then_read, ((2, 3, 5), (7, 5), (7,)), "gemm_allreduce"),
+    "bias of every rank": Pattern(bias_of_every_rank, ((2, 3, 5), (7, 5), (7,)), "gemm_allreduce all_reduce"),
+    "average": Pattern(lambda c, x, w: c.all_reduce(x @ w, "avg"), ((6, 5), (5, 7)), "gemm_allreduce"),
     "average, bias of every rank": Pattern(
         lambda c, x, w, b: c.all_reduce(linear(x, w, b), "avg"),
         ((6, 5), (7, 5), (7,)),
         "gemm_allreduce all_reduce",
     ),
-    "transposed product": Pattern(
-        lambda c, x, w: c.all_reduce((x @ w).t()) * 2, ((6, 5), (5, 7)), "gemm_allreduce"
-    ),
+    "transposed product": Pattern(lambda c, x, w: c.all_reduce((x @ w).t()) * 2, ((6, 5), (5, 7)), "gemm_allreduce"),
     "heads apart": Pattern(heads_apart, ((2, 4, 3, 2), (6, 8)), "gemm_allreduce"),
     "sum of products": Pattern(
         lambda c, x, y, w, v: c.all_reduce(x @ w + y @ v),
@@ -166,12 +154,8 @@ PATTERNS = {
     "biases of several, scattered": Pattern(
         biases_of_several, ((4, 5), (4, 3), (7, 5), (7, 3), (7,)), "gemm_reducescatter all_reduce"
     ),
-    "slice, all-reduce": Pattern(
-        lambda c, x, w: c.all_reduce((x @ w)[1:, :-1]), ((6, 5), (5, 7)), "gemm_allreduce"
-    ),
-    "reduce-scatter of dim 0": Pattern(
-        lambda c, x, w: c.reduce_scatter(linear(x, w)), ((4, 3, 5), (7, 5)), "gemm_reducescatter"
-    ),
+    "slice, all-reduce": Pattern(lambda c, x, w: c.all_reduce((x @ w)[1:, :-1]), ((6, 5), (5, 7)), "gemm_allreduce"),
+    "reduce-scatter of dim 0": Pattern(lambda c, x, w: c.reduce_scatter(linear(x, w)), ((4, 3, 5), (7, 5)), "gemm_reducescatter"),
     "reduce-scatter of dim 1, bias": Pattern(
         lambda c, x, w, b: c.reduce_scatter(linear(x, w), 1) + b,
         ((3, 4, 5), (7, 5), (7,)),
@@ -183,24 +167,16 @@ PATTERNS = {
     "reduce-scatter of columns": Pattern(
         lambda c, x, w: c.reduce_scatter(linear(x, w), 2), ((3, 4, 5), (6, 5)), "gemm_reducescatter"
     ),
-    "reduce-scatter of rows moved to the front": Pattern(
-        scattered_in_front, ((3, 4, 5), (7, 5)), "gemm_reducescatter"
-    ),
-    "all-gather of dim 0": Pattern(
-        lambda c, x, w: linear(c.all_gather(x), w), ((2, 3, 5), (7, 5)), "allgather_gemm"
-    ),
+    "reduce-scatter of rows moved to the front": Pattern(scattered_in_front, ((3, 4, 5), (7, 5)), "gemm_reducescatter"),
+    "all-gather of dim 0": Pattern(lambda c, x, w: linear(c.all_gather(x), w), ((2, 3, 5), (7, 5)), "allgather_gemm"),
     "all-gather of dim 1": Pattern(
         lambda c, x, w, b: linear(c.all_gather(x, 1), w, b),
         ((2, 3, 5), (7, 5), (7,)),
         "allgather_gemm",
     ),
-    "all-gather of dim 1 of one": Pattern(
-        lambda c, x, w: linear(c.all_gather(x, 1), w), ((1, 3, 5), (7, 5)), "allgather_gemm"
-    ),
+    "all-gather of dim 1 of one": Pattern(lambda c, x, w: linear(c.all_gather(x, 1), w), ((1, 3, 5), (7, 5)), "allgather_gemm"),
     "all-gather by views": Pattern(view_by_hand, ((2, 3, 5), (7, 5)), "allgather_gemm"),
-    "all-gather for all": Pattern(
-        gathered_for_all, ((2, 3, 5), (7, 5), (4, 5)), "allgather_gemm", "allgather_gemm.weights"
-    ),
+    "all-gather for all": Pattern(gathered_for_all, ((2, 3, 5), (7, 5), (4, 5)), "allgather_gemm", "allgather_gemm.weights"),
     "all-gather with a bias of one": Pattern(
         lambda c, x, w, v, b: (lambda g: (linear(g, w), linear(g, v, b)))(c.all_gather(x)),
         ((2, 3, 5), (7, 5), (4, 5), (4,)),
@@ -214,19 +190,15 @@ PATTERNS = {
         "allgather_gemm.weights allgather_gemm.weights",
     ),
     "all-gather, strides": Pattern(gathered_and_strided, ((2, 3, 5), (7, 5)), "allgather_gemm"),
-    "all-gather, slices": Pattern(
-        gathered_and_sliced, ((2, 3, 5), (7, 5), (4, 5)), "allgather_gemm", "allgather_gemm.weights"
-    ),
-    "all-gather, cast": Pattern(
-        gathered_in_fewer_bytes, ((2, 3, 5), ((7, 5), torch.bfloat16)), "allgather_gemm"
-    ),
+    "all-gather, slices": Pattern(gathered_and_sliced, ((2, 3, 5), (7, 5), (4, 5)), "allgather_gemm", "allgather_gemm.weights"),
+    "all-gather, cast": Pattern(gathered_in_fewer_bytes, ((2, 3, 5), ((7, 5), torch.bfloat16)), "allgather_gemm"),
     "all-gather of columns": Pattern(weight_gathered, ((4, 5), (5, 3)), "allgather_gemm"),
     "all-gather, all-reduce": Pattern(
         lambda c, x, w, v: c.all_reduce(linear(linear(c.all_gather(x), w).relu(), v)),
         ((2, 3, 5), (7, 5), (4, 7)),
         "allgather_gemm gemm_allreduce",
     ),
-}
+}  # fmt: skip
 
 
 def tensors_of(tensors: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -365,46 +337,22 @@ MISSED = {
         ((6, 5), (7, 5)),
         "reads it through prims.convert_element_type",
     ),
-    "gathered, widened": (
-        lambda c, x, w: linear(c.all_gather(x.bfloat16()).float(), w),
-        ((6, 5), (7, 5)),
-        "gather more bytes",
-    ),
-}
+    "gathered, widened": (lambda c, x, w: linear(c.all_gather(x.bfloat16()).float(), w), ((6, 5), (7, 5)), "gather more bytes"),
+}  # fmt: skip
 APART = {
     "no GEMM": (lambda c, x: c.all_reduce(x.relu()), ((6, 5),), "what aten.relu computes"),
-    "no GEMM, summed": (
-        lambda c, x, y: c.all_reduce(x.relu() + y.relu()),
-        ((6, 5), (6, 5)),
-        "what aten.add computes",
-    ),
+    "no GEMM, summed": (lambda c, x, y: c.all_reduce(x.relu() + y.relu()), ((6, 5), (6, 5)), "what aten.add computes"),
     "input": (lambda c, x: c.all_reduce(x), ((6, 5),), "an input of the graph"),
-    "gathered for others": (
-        lambda c, x: c.all_gather(x).relu(),
-        ((6, 5),),
-        "no GEMM reads it, but aten.relu",
-    ),
-    "gathered along K": (
-        lambda c, x, w: c.all_gather(x, 1) @ w,
-        ((6, 5), (10, 7)),
-        "along the dim that its GEMM sums over",
-    ),
-    "gathered weight": (
-        lambda c, x, w: linear(x, c.all_gather(w)),
-        ((6, 5), (7, 5)),
-        "it gathers a weight",
-    ),
-    "gathered twice over": (
-        lambda c, x: (lambda g: g @ (g * 2).t())(c.all_gather(x)),
-        ((6, 5),),
-        "other operand depends on it",
-    ),
+    "gathered for others": (lambda c, x: c.all_gather(x).relu(), ((6, 5),), "no GEMM reads it, but aten.relu"),
+    "gathered along K": (lambda c, x, w: c.all_gather(x, 1) @ w, ((6, 5), (10, 7)), "along the dim that its GEMM sums over"),
+    "gathered weight": (lambda c, x, w: linear(x, c.all_gather(w)), ((6, 5), (7, 5)), "it gathers a weight"),
+    "gathered twice over": (lambda c, x: (lambda g: g @ (g * 2).t())(c.all_gather(x)), ((6, 5),), "other operand depends on it"),
     "weights gathered together": (
         lambda c, x, w, v: linear(x, c.all_gather(torch.cat([w, v])).select(0, 0)),
         ((6, 5), (1, 7, 5), (1, 7, 5)),
         "reads it through aten.select",
     ),
-}
+}  # fmt: skip
 
 
 def check_refused(

@@ -125,9 +125,7 @@ def scales_by_views(c, x, w, s, t):
 
 
 PATTERNS = {
-    "numbers, all-reduce": Pattern(
-        lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t)), (X, W, ONE, ONE), "gemm_allreduce"
-    ),
+    "numbers, all-reduce": Pattern(lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t)), (X, W, ONE, ONE), "gemm_allreduce"),
     "numbers, average": Pattern(
         lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t), "avg"),
         (X, W, ((1,), "scale"), ((1, 1), "scale")),
@@ -138,9 +136,7 @@ PATTERNS = {
         (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W, ((16,), F32)),
         "gemm_allreduce",
     ),
-    "rows, e5m2, slice": Pattern(
-        sliced, (((6, 16), E5M2), W, OF_X, ((1, 16), "scale")), "gemm_allreduce"
-    ),
+    "rows, e5m2, slice": Pattern(sliced, (((6, 16), E5M2), W, OF_X, ((1, 16), "scale")), "gemm_allreduce"),
     "numbers, bias of every rank": Pattern(
         bias_of_every_rank,
         (X, W, ONE, ONE, ((16,), BF16)),
@@ -165,9 +161,7 @@ PATTERNS = {
         (X, W, ONE, ONE),
         "gemm_allreduce",
     ),
-    "numbers, all-gather of bytes": Pattern(
-        gathered_as_bytes, (X, W, W, ONE, ONE), "allgather_gemm", "allgather_gemm.weights"
-    ),
+    "numbers, all-gather of bytes": Pattern(gathered_as_bytes, (X, W, W, ONE, ONE), "allgather_gemm", "allgather_gemm.weights"),
     "numbers, all-gather of dim 1": Pattern(
         lambda c, x, w, s, t, b: c.scaled(c.all_gather(x, 1), w, s, t, b, BF16),
         (((2, 3, 16), E4M3), W, ONE, ONE, ((16,), BF16)),
@@ -198,7 +192,7 @@ PATTERNS = {
         (X, W, ((32, 16), E4M3), ONE, ONE),
         "allgather_gemm gemm_reducescatter",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
@@ -275,22 +269,14 @@ REFUSED = {
         ("which are not gathered as the rows are", True),
         ("it gathers scales of a GEMM's operand", False),
     ),
-    "scales that depend": (
-        scaled_by_what_is_gathered,
-        (X, W, ONE, ONE),
-        ("scales depend on it", True),
-    ),
+    "scales that depend": (scaled_by_what_is_gathered, (X, W, ONE, ONE), ("scales depend on it", True)),
     "part of the rows": (
         lambda c, x, w, s, t: c.scaled(c.all_gather(x)[:4], w, c.all_gather(s)[:4], t),
         (X, W, OF_X, OF_W),
         ("reads a part of it, with scales of rows", True),
         ("it gathers scales of a GEMM's operand", False),
     ),
-    "weight": (
-        lambda c, x, w, s, t: c.scaled(x, c.all_gather(w), s, t),
-        (X, W, ONE, ONE),
-        ("it gathers a weight", False),
-    ),
+    "weight": (lambda c, x, w, s, t: c.scaled(x, c.all_gather(w), s, t), (X, W, ONE, ONE), ("it gathers a weight", False)),
     "second operand": (
         lambda c, x, w, s, t: c.scaled(x, c.all_gather((w.float() * 2).to(E4M3)), s, t),
         (X, W, ONE, ONE),
@@ -318,7 +304,7 @@ REFUSED = {
         (((6, 8), E4M3), W, ONE, ONE),
         ("along the dim that its GEMM sums over", False),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.ranks((2, "gloo"))

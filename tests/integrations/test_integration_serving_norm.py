@@ -42,14 +42,9 @@ def test_sglangs_norm_is_one_op_for_few_rows(failures: Failures) -> None:
         (rows_of(0, rank), rows_of(0, 9), gain, False),
         (rows_of(3, rank, torch.float32), rows_of(3, 9, torch.float32), gain.float(), False),
         (rows_of(3, rank), rows_of(3, 9), gain.float(), False),
-        (
-            rows_of(3, rank)[:, :12].contiguous(),
-            rows_of(3, 9)[:, :12].contiguous(),
-            gain[:12],
-            False,
-        ),
+        (rows_of(3, rank)[:, :12].contiguous(), rows_of(3, 9)[:, :12].contiguous(), gain[:12], False),
         (rows_of(3, rank).repeat(1, 2)[:, :N], rows_of(3, 9), gain, False),
-    ]
+    ]  # fmt: skip
     with installed("0.5.23", fusion):
         for i, (partial, residual, weight, ours) in enumerate(cases):
             given = []

@@ -320,25 +320,13 @@ BY_SOURCE = {
 BY_LAUNCH = {
     "of_special_warps_maybe": ((4,), {"SPECIAL": True}, "SPECIAL is True there"),
     "in_place": ((6,), {}, "c_ptr is aliased: a_ptr is the same memory"),
-    "half_a_row": (
-        (6,),
-        {},
-        "stores rows 0 to 0 and columns 0 to 15.*make the job with tile=.1, 16.",
-    ),
+    "half_a_row": ((6,), {}, "stores rows 0 to 0 and columns 0 to 15.*make the job with tile=.1, 16."),
     "some_rows": ((6,), {}, "row 5, column 0 of the output is stored by no program"),
     "twice": ((12,), {}, "number 11 stores a tile, but the job has 6"),
     "any_width": ((3,), {"BM": 64}, r"stores rows 0 to 1 and columns 0 to 31.*tile=\(2, 32\)"),
-    "tuned": (
-        (6,),
-        {},
-        "none of the 2 configurations of triton.autotune computes that.*BM=8: .*BM=16: ",
-    ),
-    "all_rows": (
-        (6,),
-        {},
-        "the tile of rows 0 to 0 loads rows 0 to 5 of the input, and waits for its own rows only",
-    ),
-}
+    "tuned": ((6,), {}, "none of the 2 configurations of triton.autotune computes that.*BM=8: .*BM=16: "),
+    "all_rows": ((6,), {}, "the tile of rows 0 to 0 loads rows 0 to 5 of the input, and waits for its own rows only"),
+}  # fmt: skip
 
 
 WAITING = ("by_block_pointers", "all_rows")

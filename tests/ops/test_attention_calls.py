@@ -380,12 +380,8 @@ def test_attention_says_what_does_not_fit(failures: Failures) -> None:
         ("at least 0 tokens", Documents, ([3, -1],)),
         ("a list of integers", Documents, ([3.5],)),
         ("do not divide into 4 equal chunks", overlap_torch.token_positions, (6, "zigzag")),
-        (
-            "add up to 7, but the sequence has 8",
-            overlap_torch.cut_tokens,
-            (nothing[0, 0].t(), 0, [3, 4]),
-        ),
-    ]
+        ("add up to 7, but the sequence has 8", overlap_torch.cut_tokens, (nothing[0, 0].t(), 0, [3, 4])),
+    ]  # fmt: skip
     for expected, maker, given in makers:
         failures.raises(expected, maker, *given)
 

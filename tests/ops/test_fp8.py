@@ -173,17 +173,11 @@ def test_fp8_gathers_carry_fp8_and_reductions_the_outputs_type(failures: Failure
         ("gemm_reducescatter", "row", False): [("reduce_scatter", bf16, 8 * world * 6)],
         ("gemm_alltoall", "row", False): [("recv", bf16, None), ("send", bf16, None)],
         ("allgather_gemm", "row", False): [("allgather", floats, 8), ("allgather", bytes_, 8 * 16)],
-        ("allgather_gemm", "block", False): [
-            ("allgather", floats, 8),
-            ("allgather", bytes_, 8 * 16),
-        ],
-        ("allgather_gemm", "tensor", False): [
-            ("allgather", floats, 1),
-            ("allgather", bytes_, 8 * 16),
-        ],
+        ("allgather_gemm", "block", False): [("allgather", floats, 8), ("allgather", bytes_, 8 * 16)],
+        ("allgather_gemm", "tensor", False): [("allgather", floats, 1), ("allgather", bytes_, 8 * 16)],
         ("allgather_gemm", "tensor", True): [("allgather", bytes_, 8 * 16)],
         ("weights", "row", False): [("allgather", floats, 8), ("allgather", bytes_, 8 * 16)],
-    }
+    }  # fmt: skip
     for (op, recipe, shared), wanted in expected.items():
         case = Case((8,), 6, 16, recipe, shared=shared)
         call = scaled.make(case, op, rank, world, 3)

@@ -185,13 +185,9 @@ def test_plan_decode_rejects_lists_that_encode_does_not_make(
         (BandRun, "tile_rows count"),
         (Chunk, "tiles transport max_ctas"),
         (Resources, "comm_sms smem_pad_bytes window finish_ctas lanes one_launch low_priority"),
-        (
-            Plan,
-            "problem schedule kernel tile_m tile_n cluster_m layout bands chunks collective resources program "
-            "clique",
-        ),
+        (Plan, "problem schedule kernel tile_m tile_n cluster_m layout bands chunks collective resources program " "clique"),
     ],
-)
+)  # fmt: skip
 def test_plan_every_field_counts(kind: type, names: str) -> None:
     """Each is listed, encoded, compared, documented and saved."""
     assert [*kind.__fields__] == names.split()

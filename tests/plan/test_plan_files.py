@@ -156,34 +156,22 @@ def step(index: int) -> str:
         ('nchunksperloop="8"', 'nchunksperloop="x"', "nchunksperloop='x', expected an integer"),
         ("<algo", "<plan", "made.xml is <plan>, expected <algo>|is no XML"),
         (step(1), step(1).replace("rrs", "rx"), "gpu 0, tb 0, step 1: type 'rx' is not supported"),
-        (
-            step(0),
-            step(0).replace('srcoff="0"', 'srcoff="8"'),
-            "gpu 0, tb 0, step 0: chunks 8 to 9 of buffer i, which has 8",
-        ),
-        (
-            step(0),
-            step(0).replace('srcbuf="i"', 'srcbuf="x"'),
-            "gpu 0, tb 0, step 0: buffer is 'x', allowed are i, o and s",
-        ),
+        (step(0), step(0).replace('srcoff="0"', 'srcoff="8"'), "gpu 0, tb 0, step 0: chunks 8 to 9 of buffer i, which has 8"),
+        (step(0), step(0).replace('srcbuf="i"', 'srcbuf="x"'), "gpu 0, tb 0, step 0: buffer is 'x', allowed are i, o and s"),
         (
             step(0),
             step(0).replace('depid="-1" deps="-1"', 'depid="7" deps="0"'),
             "step 0: depends on step 0 of tb 7, which is not there",
         ),
         (step(0), "", "gpu 1, tb 0, step 6: rank 0 sends nothing for it on channel 0"),
-        (
-            step(0),
-            step(0).replace('depid="-1" deps="-1"', 'depid="0" deps="3"'),
-            "gpu 0, tb 0, step 0: rank 0 cannot end",
-        ),
+        (step(0), step(0).replace('depid="-1" deps="-1"', 'depid="0" deps="3"'), "gpu 0, tb 0, step 0: rank 0 cannot end"),
         (
             step(0),
             step(0).replace('cnt="1"', 'cnt="2"'),
             "gpu 1, tb 0, step 1: receives 1 chunks, and gpu 0, tb 0, step 0 sends 2",
         ),
     ],
-)
+)  # fmt: skip
 def test_xml_is_refused_with_the_place(tmp_path, old, new, expected):
     assert old in XML
     with pytest.raises(ValueError, match=expected):
@@ -244,11 +232,7 @@ READS, PUTS = read_allreduce(4), put_allgather(4)
             "switch",
             "gpu 0: channel_type 'switch' is not supported, allowed are memory and port",
         ),
-        (
-            (*OPS_OF_BLOCK, 0),
-            {"name": "glres"},
-            r"gpu 0, threadblock 0, op 0 \(glres\): .*not supp",
-        ),
+        ((*OPS_OF_BLOCK, 0), {"name": "glres"}, r"gpu 0, threadblock 0, op 0 \(glres\): .*not supp"),
         ((*OPS_OF_BLOCK, 0), {"name": "pipeline"}, r"op 0 \(pipeline\)"),
         ((*OPS_OF_BLOCK, 7, "reduce_op"), "min", r"op 7 \(rres\): reduce_op 'min' is not supp"),
         (
@@ -262,15 +246,11 @@ READS, PUTS = read_allreduce(4), put_allgather(4)
             {"switch_channel_id": 0, "index": 0, "size": 1},
             "switch channels .multimem. are not supported",
         ),
-        (
-            (*OPS_OF_BLOCK, 7, "src_buff", 1, "buffer_id"),
-            99,
-            "buffer 99 is not one of its thread block's 9",
-        ),
+        ((*OPS_OF_BLOCK, 7, "src_buff", 1, "buffer_id"), 99, "buffer 99 is not one of its thread block's 9"),
         ((*OPS_OF_BLOCK, 0, "channel_ids"), [9], "channel 9 is not one of its thread block's 6"),
         (("gpus",), None, "not in the form of an execution plan"),
     ],
-)
+)  # fmt: skip
 def test_execution_plans_are_refused_with_the_place(tmp_path, keys, value, expected):
     text = changed(READS, *keys, value=value)
     with pytest.raises(ValueError, match=expected):

@@ -251,10 +251,7 @@ REFUSED = {
     ),
     "left out": (hand(needs_all, range(1, 3)), "rank .*in place of 0 1 2 3"),
     "twice": (hand(needs_all, range(1, 5)), "rank .*a second time"),
-    "lanes": (
-        lambda: validate(with_field(resources=plan_module.types.Resources(lanes=2))),
-        "program and 2 lanes, allowed is 1",
-    ),
+    "lanes": (lambda: validate(with_field(resources=plan_module.types.Resources(lanes=2))), "program and 2 lanes, allowed is 1"),
     "many": (lambda: validate(with_program(0, 43)), "1032 transfers, allowed are 1 to 1024"),
     "scratch": (lambda: validate(with_program(2**50, 1)), "scratch_rows = .*allowed are 0 to"),
     "ranks": (
@@ -265,14 +262,8 @@ REFUSED = {
         lambda: plan_module.programs.one_shot(PROBLEM, transport="peer", ranks_per_host=3),
         "clique = 3 on 4 ranks, allowed are divisors",
     ),
-    "a ring of messages": (
-        lambda: plan_module.programs.ring(TO_ALL),
-        "take one_shot",
-    ),
-    "copies over nccl": (
-        lambda: over_nccl("copy_engine"),
-        "goes by copy_engine.*take by = nccl or any",
-    ),
+    "a ring of messages": (lambda: plan_module.programs.ring(TO_ALL), "take one_shot"),
+    "copies over nccl": (lambda: over_nccl("copy_engine"), "goes by copy_engine.*take by = nccl or any"),
     "sms over nccl": (lambda: over_nccl("sms"), "goes by sms.*take by = nccl or any"),
     "message left out": (
         lambda: messages(lambda p: p.push(p.message(p.rank + 1), to=p.rank + 1)),
@@ -282,19 +273,10 @@ REFUSED = {
         lambda: messages(lambda p: [p.push(p.message(1), to=1) for _ in range(2)]),
         "sends twice.*from rank 0 to 1",
     ),
-    "another rank's message": (
-        lambda: messages(lambda p: p.push(p.message(p.rank + 1), to=p.rank + 2)),
-        "shares of one message",
-    ),
-    "message in columns": (
-        lambda: messages(lambda p: p.push(p.message(1).columns(0, 8), to=1)),
-        "cut into columns",
-    ),
-    "message added": (
-        lambda: messages(lambda p: p.push(p.message(0), to=0, reduce=True)),
-        "adds nothing up",
-    ),
-}
+    "another rank's message": (lambda: messages(lambda p: p.push(p.message(p.rank + 1), to=p.rank + 2)), "shares of one message"),
+    "message in columns": (lambda: messages(lambda p: p.push(p.message(1).columns(0, 8), to=1)), "cut into columns"),
+    "message added": (lambda: messages(lambda p: p.push(p.message(0), to=0, reduce=True)), "adds nothing up"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

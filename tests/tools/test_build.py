@@ -331,13 +331,9 @@ def test_doctor_has_peer_memory_on_without_hopper():
         (HOPPERS | {"gpus": (HOPPER,) * 9}, "Peer memory", "9 GPUs"),
         (HOPPERS | {"peers": {(0, 1): True, (1, 0): False}}, "Peer memory", "reaches"),
         (HOPPERS | {"gpus": (HOPPER,) * 9}, "Several hosts", "9 GPUs"),
-        (
-            HOPPERS | {"why_no_peers": "NCCL_P2P_DISABLE=1"},
-            "Peer memory",
-            "NCCL_P2P_DISABLE=1 is set: NCCL communicates",
-        ),
+        (HOPPERS | {"why_no_peers": "NCCL_P2P_DISABLE=1"}, "Peer memory", "NCCL_P2P_DISABLE=1 is set: NCCL communicates"),
     ],
-)
+)  # fmt: skip
 def test_doctor_says_why_a_path_is_off(findings, path, reason):
     on, detail = paths_of(**findings)[path]
     assert not on
