@@ -73,19 +73,6 @@ class Pattern:
     dtype: torch.dtype = torch.float32
 
 
-def reduced_then_read(c, x, w, b):
-    y = c.all_reduce(linear(x, w)) + b
-    return y.relu(), y.sum(-1)
-
-
-def bias_of_every_rank(c, x, w, b):
-    return c.all_reduce(linear(x, w, b))
-
-
-def biases_of_several(c, x, y, w, v, b):
-    return c.reduce_scatter(linear(x, w, b) + linear(y, v, b))
-
-
 def heads_apart(c, x, w):
     """As attention's output comes: [B, heads, S, D]."""
     y = x.transpose(1, 2).flatten(2)
@@ -103,41 +90,18 @@ def view_by_hand(c, x, w):
     return linear(g, w)
 
 
-def scattered_in_front(c, x, w):
-    """[B, S, N], moved so that the sequence is dim 0, and back."""
-    return c.reduce_scatter(linear(x, w).transpose(0, 1)).transpose(0, 1) * 2
-
-
-def gathered_for_all(c, x, w, v):
-    g = c.all_gather(x, 1)
-    return linear(g, w), linear(g, v).relu(), g + 1, g.sum(1)
-
-
 def gathered_and_strided(c, x, w):
     """Memory is read as it lies, which is in another order behind the op."""
     g = c.all_gather(x, 1)
     return linear(g, w), g.as_strided((2, 5), (8, 1))
 
 
-def gathered_and_sliced(c, x, w, v):
-    g = c.all_gather(x, 0)
-    return linear(g[:-1], w), linear(g[1:3], v).relu() * 2
-
-
-def gathered_in_fewer_bytes(c, x, w):
-    return linear(c.all_gather(x, 1).to(torch.bfloat16), w)
-
-
-def weight_gathered(c, x, w):
-    """The gathered tensor is the second operand, and no input of the graph."""
-    return x @ c.all_gather((w * 2).relu(), 1)
-
-
 PATTERNS = {
     "mm, all-reduce": Pattern(lambda c, x, w: c.all_reduce(x @ w), ((6, 5), (5, 7)), "gemm_allreduce"),
     "linear, all-reduce": Pattern(lambda c, x, w: c.all_reduce(linear(x, w)), ((2, 3, 5), (7, 5)), "gemm_allreduce"),
-    "bias behind, two readers": Pattern(reduced_then_read, ((2, 3, 5), (7, 5), (7,)), "gemm_allreduce"),
-    "bias of every rank": Pattern(bias_of_every_rank, ((2, 3, 5), (7, 5), (7,)), "gemm_allreduce all_reduce"),
+    "bias behind, two readers": Pattern(
+        lambda c, x, w, b: (lambda y: (y.relu(), y.sum(-1)))(c.all_reduce(linear(x, w)) + b), ((2, 3, 5), (7, 5), (7,)), "gemm_allreduce"),
+    "bias of every rank": Pattern(lambda c, x, w, b: c.all_reduce(linear(x, w, b)), ((2, 3, 5), (7, 5), (7,)), "gemm_allreduce all_reduce"),
     "average": Pattern(lambda c, x, w: c.all_reduce(x @ w, "avg"), ((6, 5), (5, 7)), "gemm_allreduce"),
     "average, bias of every rank": Pattern(
         lambda c, x, w, b: c.all_reduce(linear(x, w, b), "avg"),
@@ -152,7 +116,8 @@ PATTERNS = {
         "gemm_allreduce",
     ),
     "biases of several, scattered": Pattern(
-        biases_of_several, ((4, 5), (4, 3), (7, 5), (7, 3), (7,)), "gemm_reducescatter all_reduce"
+        lambda c, x, y, w, v, b: c.reduce_scatter(linear(x, w, b) + linear(y, v, b)),
+        ((4, 5), (4, 3), (7, 5), (7, 3), (7,)), "gemm_reducescatter all_reduce"
     ),
     "slice, all-reduce": Pattern(lambda c, x, w: c.all_reduce((x @ w)[1:, :-1]), ((6, 5), (5, 7)), "gemm_allreduce"),
     "reduce-scatter of dim 0": Pattern(lambda c, x, w: c.reduce_scatter(linear(x, w)), ((4, 3, 5), (7, 5)), "gemm_reducescatter"),
@@ -167,7 +132,8 @@ PATTERNS = {
     "reduce-scatter of columns": Pattern(
         lambda c, x, w: c.reduce_scatter(linear(x, w), 2), ((3, 4, 5), (6, 5)), "gemm_reducescatter"
     ),
-    "reduce-scatter of rows moved to the front": Pattern(scattered_in_front, ((3, 4, 5), (7, 5)), "gemm_reducescatter"),
+    "reduce-scatter of rows moved to the front": Pattern(
+        lambda c, x, w: c.reduce_scatter(linear(x, w).transpose(0, 1)).transpose(0, 1) * 2, ((3, 4, 5), (7, 5)), "gemm_reducescatter"),
     "all-gather of dim 0": Pattern(lambda c, x, w: linear(c.all_gather(x), w), ((2, 3, 5), (7, 5)), "allgather_gemm"),
     "all-gather of dim 1": Pattern(
         lambda c, x, w, b: linear(c.all_gather(x, 1), w, b),
@@ -176,7 +142,9 @@ PATTERNS = {
     ),
     "all-gather of dim 1 of one": Pattern(lambda c, x, w: linear(c.all_gather(x, 1), w), ((1, 3, 5), (7, 5)), "allgather_gemm"),
     "all-gather by views": Pattern(view_by_hand, ((2, 3, 5), (7, 5)), "allgather_gemm"),
-    "all-gather for all": Pattern(gathered_for_all, ((2, 3, 5), (7, 5), (4, 5)), "allgather_gemm", "allgather_gemm.weights"),
+    "all-gather for all": Pattern(
+        lambda c, x, w, v: (lambda g: (linear(g, w), linear(g, v).relu(), g + 1, g.sum(1)))(c.all_gather(x, 1)),
+        ((2, 3, 5), (7, 5), (4, 5)), "allgather_gemm", "allgather_gemm.weights"),
     "all-gather with a bias of one": Pattern(
         lambda c, x, w, v, b: (lambda g: (linear(g, w), linear(g, v, b)))(c.all_gather(x)),
         ((2, 3, 5), (7, 5), (4, 5), (4,)),
@@ -190,9 +158,13 @@ PATTERNS = {
         "allgather_gemm.weights allgather_gemm.weights",
     ),
     "all-gather, strides": Pattern(gathered_and_strided, ((2, 3, 5), (7, 5)), "allgather_gemm"),
-    "all-gather, slices": Pattern(gathered_and_sliced, ((2, 3, 5), (7, 5), (4, 5)), "allgather_gemm", "allgather_gemm.weights"),
-    "all-gather, cast": Pattern(gathered_in_fewer_bytes, ((2, 3, 5), ((7, 5), torch.bfloat16)), "allgather_gemm"),
-    "all-gather of columns": Pattern(weight_gathered, ((4, 5), (5, 3)), "allgather_gemm"),
+    "all-gather, slices": Pattern(
+        lambda c, x, w, v: (lambda g: (linear(g[:-1], w), linear(g[1:3], v).relu() * 2))(c.all_gather(x, 0)),
+        ((2, 3, 5), (7, 5), (4, 5)), "allgather_gemm", "allgather_gemm.weights"),
+    "all-gather, cast": Pattern(
+        lambda c, x, w: linear(c.all_gather(x, 1).to(torch.bfloat16), w), ((2, 3, 5), ((7, 5), torch.bfloat16)), "allgather_gemm"),
+    # The gathered tensor is the second operand, and no input of the graph.
+    "all-gather of columns": Pattern(lambda c, x, w: x @ c.all_gather((w * 2).relu(), 1), ((4, 5), (5, 3)), "allgather_gemm"),
     "all-gather, all-reduce": Pattern(
         lambda c, x, w, v: c.all_reduce(linear(linear(c.all_gather(x), w).relu(), v)),
         ((2, 3, 5), (7, 5), (4, 7)),
@@ -274,19 +246,11 @@ def test_inductor_fuses_dynamic_shapes(failures: Failures) -> None:
 # --- what is not fused ----------------------------------------------------------------------------------------
 
 
-def saved_too(c, x, w):
-    y = x @ w
-    return c.all_reduce(y), y.sum()
-
-
-def cut_by_rows_and_columns(c, x, w):
-    """[6, 8] read as [2, 24]: half of the rows, of all columns, but not as a part of either."""
-    return c.reduce_scatter((x @ w).reshape(16, 3))
-
-
 # Why a computation is not fused (a part of what is said): of what counts as missed, and of what does not.
 MISSED = {
-    "two users": (saved_too, ((6, 5), (5, 7)), "also read by aten.sum"),
+    "two users": (
+        lambda c, x, w: (lambda y: (c.all_reduce(y), y.sum()))(x @ w), ((6, 5), (5, 7)), "also read by aten.sum"
+    ),
     "dtype": (
         lambda c, x, w: c.all_reduce((x @ w).double()),
         ((6, 5), (5, 7)),
@@ -304,7 +268,8 @@ MISSED = {
         "a bias along the dim that is scattered",
     ),
     "batched": (lambda c, x, w: c.all_reduce(torch.bmm(x, w)), ((2, 6, 5), (2, 5, 7)), "aten.bmm"),
-    "cut across": (cut_by_rows_and_columns, ((6, 5), (5, 8)), "across rows or ranks"),
+    # [6, 8] read as [2, 24]: half of the rows, of all columns, but not as a part of either.
+    "cut across": (lambda c, x, w: c.reduce_scatter((x @ w).reshape(16, 3)), ((6, 5), (5, 8)), "across rows or ranks"),
     "gathered and cast, read by others": (
         lambda c, x, w: (lambda g: (linear(g.bfloat16(), w.bfloat16()), g.relu()))(c.all_gather(x)),
         ((6, 5), (7, 5)),

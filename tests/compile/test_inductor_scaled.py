@@ -77,23 +77,6 @@ ONE = ((), "scale")
 OF_X, OF_W = ((6, 1), "scale"), ((16, 1), "scale")
 
 
-def bias_behind(c, x, w, s, t, b):
-    return c.all_reduce(c.scaled(x, w, s, t)) + b
-
-
-def bias_of_every_rank(c, x, w, s, t, b):
-    return c.reduce_scatter(c.scaled(x, w, s, t, b, BF16))
-
-
-def sliced(c, x, w, s, t):
-    return c.all_reduce(c.named(x, w, s, t, ScalingType.RowWise)[1:, :-1])
-
-
-def scattered_heads(c, x, w, s, t):
-    """[B, S, N], cut along the sequence."""
-    return c.reduce_scatter(c.scaled(x, w, s, t), 1)
-
-
 def gathered_with_scales(c, x, w, v, s, t, u):
     """Rows and their scales are gathered apart; others read both."""
     g, of_g = c.all_gather(x, 1), c.all_gather(s, 1)
@@ -132,19 +115,22 @@ PATTERNS = {
         "gemm_allreduce",
     ),
     "rows, all-reduce, bias behind": Pattern(
-        bias_behind,
+        lambda c, x, w, s, t, b: c.all_reduce(c.scaled(x, w, s, t)) + b,
         (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W, ((16,), F32)),
         "gemm_allreduce",
     ),
-    "rows, e5m2, slice": Pattern(sliced, (((6, 16), E5M2), W, OF_X, ((1, 16), "scale")), "gemm_allreduce"),
+    "rows, e5m2, slice": Pattern(
+        lambda c, x, w, s, t: c.all_reduce(c.named(x, w, s, t, ScalingType.RowWise)[1:, :-1]),
+        (((6, 16), E5M2), W, OF_X, ((1, 16), "scale")), "gemm_allreduce"),
     "numbers, bias of every rank": Pattern(
-        bias_of_every_rank,
+        lambda c, x, w, s, t, b: c.reduce_scatter(c.scaled(x, w, s, t, b, BF16)),
         (X, W, ONE, ONE, ((16,), BF16)),
         "gemm_reducescatter all_reduce",
         "gemm_reducescatter",
     ),
     "rows, reduce-scatter of dim 1": Pattern(
-        scattered_heads, (((3, 4, 16), E4M3), W, ((3, 4, 1), "scale"), OF_W), "gemm_reducescatter"
+        lambda c, x, w, s, t: c.reduce_scatter(c.scaled(x, w, s, t), 1),  # [B, S, N], cut along the sequence
+        (((3, 4, 16), E4M3), W, ((3, 4, 1), "scale"), OF_W), "gemm_reducescatter"
     ),
     "rows, reduce-scatter of columns": Pattern(
         lambda c, x, w, s, t: c.reduce_scatter(c.scaled(x, w, s, t), 1),
@@ -226,24 +212,6 @@ def test_inductor_compiles_gemms_with_scales(failures: Failures) -> None:
 # --- what is not fused ----------------------------------------------------------------------------------------
 
 
-def two_products(c, x, w, v, s, t):
-    return c.all_reduce(c.scaled(x, w, s, t) + c.scaled(x, v, s, t))
-
-
-def of_blocks(c, x, w, s, t):
-    y = torch._scaled_mm(x, w.t(), s, t, out_dtype=BF16)
-    return c.reduce_scatter(y)
-
-
-def to_fp8(c, x, w, s, t):
-    return c.all_reduce(c.scaled(x, w, s, t, out=E4M3))
-
-
-def read_in_another_order(c, x, w, s, t):
-    """As many scales as rows, but of other rows."""
-    return c.scaled(c.all_gather(x, 1), w, c.all_gather(s), t)
-
-
 def scaled_by_what_is_gathered(c, x, w, s, t):
     g = c.all_gather(x)
     return c.scaled(g, w, g.float().abs().amax(), t)
@@ -251,20 +219,23 @@ def scaled_by_what_is_gathered(c, x, w, s, t):
 
 # Why computations are not fused (a part of what is said of each collective), and whether it counts as missed.
 REFUSED = {
-    "sum": (two_products, (X, W, W, ONE, ONE), ("a sum of 2 GEMMs with scales", True)),
+    "sum": (
+        lambda c, x, w, v, s, t: c.all_reduce(c.scaled(x, w, s, t) + c.scaled(x, v, s, t)),
+        (X, W, W, ONE, ONE), ("a sum of 2 GEMMs with scales", True)),
     "blocks": (
-        of_blocks,
+        lambda c, x, w, s, t: c.reduce_scatter(torch._scaled_mm(x, w.t(), s, t, out_dtype=BF16)),
         (((16, 256), E4M3), ((128, 256), E4M3), ((16, 2), "scale"), ((2, 1), "scale")),
         ("aten._scaled_mm with scales of shapes [16, 2] and [2, 1]", True),
     ),
-    "fp8 output": (to_fp8, (X, W, ONE, ONE), ("result is in float8_e4m3fn", True)),
+    "fp8 output": (lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t, out=E4M3)), (X, W, ONE, ONE), ("result is in float8_e4m3fn", True)),
     "scales of all rows": (
         lambda c, x, w, s, t: c.scaled(c.all_gather(x), w, s, t),
         (X, W, ((12, 1), "scale"), OF_W),
         ("which are not gathered as the rows are", True),
     ),
     "scales of other rows": (
-        read_in_another_order,
+        # As many scales as rows, but of other rows.
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x, 1), w, c.all_gather(s), t),
         (((2, 2, 16), E4M3), W, ((2, 2, 1), "scale"), OF_W),
         ("which are not gathered as the rows are", True),
         ("it gathers scales of a GEMM's operand", False),
