@@ -104,59 +104,38 @@ PATTERNS = {
     "bias of every rank": Pattern(lambda c, x, w, b: c.all_reduce(linear(x, w, b)), ((2, 3, 5), (7, 5), (7,)), "gemm_allreduce all_reduce"),
     "average": Pattern(lambda c, x, w: c.all_reduce(x @ w, "avg"), ((6, 5), (5, 7)), "gemm_allreduce"),
     "average, bias of every rank": Pattern(
-        lambda c, x, w, b: c.all_reduce(linear(x, w, b), "avg"),
-        ((6, 5), (7, 5), (7,)),
-        "gemm_allreduce all_reduce",
-    ),
+        lambda c, x, w, b: c.all_reduce(linear(x, w, b), "avg"), ((6, 5), (7, 5), (7,)), "gemm_allreduce all_reduce"),
     "transposed product": Pattern(lambda c, x, w: c.all_reduce((x @ w).t()) * 2, ((6, 5), (5, 7)), "gemm_allreduce"),
     "heads apart": Pattern(heads_apart, ((2, 4, 3, 2), (6, 8)), "gemm_allreduce"),
     "sum of products": Pattern(
-        lambda c, x, y, w, v: c.all_reduce(x @ w + y @ v),
-        ((6, 5), (6, 3), (5, 7), (3, 7)),
-        "gemm_allreduce",
-    ),
+        lambda c, x, y, w, v: c.all_reduce(x @ w + y @ v), ((6, 5), (6, 3), (5, 7), (3, 7)), "gemm_allreduce"),
     "biases of several, scattered": Pattern(
-        lambda c, x, y, w, v, b: c.reduce_scatter(linear(x, w, b) + linear(y, v, b)),
-        ((4, 5), (4, 3), (7, 5), (7, 3), (7,)), "gemm_reducescatter all_reduce"
-    ),
+        lambda c, x, y, w, v, b: c.reduce_scatter(linear(x, w, b) + linear(y, v, b)), ((4, 5), (4, 3), (7, 5), (7, 3), (7,)),
+        "gemm_reducescatter all_reduce"),
     "slice, all-reduce": Pattern(lambda c, x, w: c.all_reduce((x @ w)[1:, :-1]), ((6, 5), (5, 7)), "gemm_allreduce"),
     "reduce-scatter of dim 0": Pattern(lambda c, x, w: c.reduce_scatter(linear(x, w)), ((4, 3, 5), (7, 5)), "gemm_reducescatter"),
     "reduce-scatter of dim 1, bias": Pattern(
-        lambda c, x, w, b: c.reduce_scatter(linear(x, w), 1) + b,
-        ((3, 4, 5), (7, 5), (7,)),
-        "gemm_reducescatter",
-    ),
+        lambda c, x, w, b: c.reduce_scatter(linear(x, w), 1) + b, ((3, 4, 5), (7, 5), (7,)), "gemm_reducescatter"),
     "reduce-scatter of dim 1 of one": Pattern(
-        lambda c, x, w: c.reduce_scatter(linear(x, w), 1), ((1, 4, 5), (7, 5)), "gemm_reducescatter"
-    ),
+        lambda c, x, w: c.reduce_scatter(linear(x, w), 1), ((1, 4, 5), (7, 5)), "gemm_reducescatter"),
     "reduce-scatter of columns": Pattern(
-        lambda c, x, w: c.reduce_scatter(linear(x, w), 2), ((3, 4, 5), (6, 5)), "gemm_reducescatter"
-    ),
+        lambda c, x, w: c.reduce_scatter(linear(x, w), 2), ((3, 4, 5), (6, 5)), "gemm_reducescatter"),
     "reduce-scatter of rows moved to the front": Pattern(
         lambda c, x, w: c.reduce_scatter(linear(x, w).transpose(0, 1)).transpose(0, 1) * 2, ((3, 4, 5), (7, 5)), "gemm_reducescatter"),
     "all-gather of dim 0": Pattern(lambda c, x, w: linear(c.all_gather(x), w), ((2, 3, 5), (7, 5)), "allgather_gemm"),
     "all-gather of dim 1": Pattern(
-        lambda c, x, w, b: linear(c.all_gather(x, 1), w, b),
-        ((2, 3, 5), (7, 5), (7,)),
-        "allgather_gemm",
-    ),
+        lambda c, x, w, b: linear(c.all_gather(x, 1), w, b), ((2, 3, 5), (7, 5), (7,)), "allgather_gemm"),
     "all-gather of dim 1 of one": Pattern(lambda c, x, w: linear(c.all_gather(x, 1), w), ((1, 3, 5), (7, 5)), "allgather_gemm"),
     "all-gather by views": Pattern(view_by_hand, ((2, 3, 5), (7, 5)), "allgather_gemm"),
     "all-gather for all": Pattern(
         lambda c, x, w, v: (lambda g: (linear(g, w), linear(g, v).relu(), g + 1, g.sum(1)))(c.all_gather(x, 1)),
         ((2, 3, 5), (7, 5), (4, 5)), "allgather_gemm", "allgather_gemm.weights"),
     "all-gather with a bias of one": Pattern(
-        lambda c, x, w, v, b: (lambda g: (linear(g, w), linear(g, v, b)))(c.all_gather(x)),
-        ((2, 3, 5), (7, 5), (4, 5), (4,)),
-        "allgather_gemm",
-        "allgather_gemm.weights",
-    ),
+        lambda c, x, w, v, b: (lambda g: (linear(g, w), linear(g, v, b)))(c.all_gather(x)), ((2, 3, 5), (7, 5), (4, 5), (4,)),
+        "allgather_gemm", "allgather_gemm.weights"),
     "two all-gathers of one tensor": Pattern(
-        lambda c, x, w, v: linear(c.all_gather(x), w) + linear(c.all_gather(x), v),
-        ((2, 5), (7, 5), (7, 5)),
-        "allgather_gemm",
-        "allgather_gemm.weights allgather_gemm.weights",
-    ),
+        lambda c, x, w, v: linear(c.all_gather(x), w) + linear(c.all_gather(x), v), ((2, 5), (7, 5), (7, 5)), "allgather_gemm",
+        "allgather_gemm.weights allgather_gemm.weights"),
     "all-gather, strides": Pattern(gathered_and_strided, ((2, 3, 5), (7, 5)), "allgather_gemm"),
     "all-gather, slices": Pattern(
         lambda c, x, w, v: (lambda g: (linear(g[:-1], w), linear(g[1:3], v).relu() * 2))(c.all_gather(x, 0)),
@@ -166,10 +145,8 @@ PATTERNS = {
     # The gathered tensor is the second operand, and no input of the graph.
     "all-gather of columns": Pattern(lambda c, x, w: x @ c.all_gather((w * 2).relu(), 1), ((4, 5), (5, 3)), "allgather_gemm"),
     "all-gather, all-reduce": Pattern(
-        lambda c, x, w, v: c.all_reduce(linear(linear(c.all_gather(x), w).relu(), v)),
-        ((2, 3, 5), (7, 5), (4, 7)),
-        "allgather_gemm gemm_allreduce",
-    ),
+        lambda c, x, w, v: c.all_reduce(linear(linear(c.all_gather(x), w).relu(), v)), ((2, 3, 5), (7, 5), (4, 7)),
+        "allgather_gemm gemm_allreduce"),
 }  # fmt: skip
 
 
@@ -248,60 +225,35 @@ def test_inductor_fuses_dynamic_shapes(failures: Failures) -> None:
 
 # Why a computation is not fused (a part of what is said): of what counts as missed, and of what does not.
 MISSED = {
-    "two users": (
-        lambda c, x, w: (lambda y: (c.all_reduce(y), y.sum()))(x @ w), ((6, 5), (5, 7)), "also read by aten.sum"
-    ),
+    "two users": (lambda c, x, w: (lambda y: (c.all_reduce(y), y.sum()))(x @ w), ((6, 5), (5, 7)), "also read by aten.sum"),
     "dtype": (
-        lambda c, x, w: c.all_reduce((x @ w).double()),
-        ((6, 5), (5, 7)),
-        "reduces in float64 what its GEMM computes in float32",
-    ),
+        lambda c, x, w: c.all_reduce((x @ w).double()), ((6, 5), (5, 7)), "reduces in float64 what its GEMM computes in float32"),
     "kind": (lambda c, x, w: c.all_reduce(x @ w, "max"), ((6, 5), (5, 7)), "reduces by 'max'"),
     "residual": (
-        lambda c, x, w, y: c.all_reduce(x @ w + y.relu()),
-        ((6, 5), (5, 7), (6, 7)),
-        "added to the result of aten.relu before",
-    ),
+        lambda c, x, w, y: c.all_reduce(x @ w + y.relu()), ((6, 5), (5, 7), (6, 7)), "added to the result of aten.relu before"),
     "bias cut by columns": (
-        lambda c, x, w, b: c.reduce_scatter(linear(x, w, b), 1),
-        ((6, 5), (8, 5), (8,)),
-        "a bias along the dim that is scattered",
-    ),
+        lambda c, x, w, b: c.reduce_scatter(linear(x, w, b), 1), ((6, 5), (8, 5), (8,)),
+        "a bias along the dim that is scattered"),
     "batched": (lambda c, x, w: c.all_reduce(torch.bmm(x, w)), ((2, 6, 5), (2, 5, 7)), "aten.bmm"),
     # [6, 8] read as [2, 24]: half of the rows, of all columns, but not as a part of either.
     "cut across": (lambda c, x, w: c.reduce_scatter((x @ w).reshape(16, 3)), ((6, 5), (5, 8)), "across rows or ranks"),
     "gathered and cast, read by others": (
-        lambda c, x, w: (lambda g: (linear(g.bfloat16(), w.bfloat16()), g.relu()))(c.all_gather(x)),
-        ((6, 5), (7, 5)),
-        "but aten.relu reads it in float32",
-    ),
+        lambda c, x, w: (lambda g: (linear(g.bfloat16(), w.bfloat16()), g.relu()))(c.all_gather(x)), ((6, 5), (7, 5)),
+        "but aten.relu reads it in float32"),
     "gathered, cast, cut": (
-        lambda c, x, w: linear(c.all_gather(x)[:4].bfloat16(), w.bfloat16()),
-        ((6, 5), (7, 5)),
-        "its GEMM, aten.mm, reads it through aten.slice, which the pass does not follow",
-    ),
+        lambda c, x, w: linear(c.all_gather(x)[:4].bfloat16(), w.bfloat16()), ((6, 5), (7, 5)),
+        "its GEMM, aten.mm, reads it through aten.slice, which the pass does not follow"),
     "gathered, cast twice": (
-        lambda c, x, w: linear(c.all_gather(x).bfloat16().float(), w),
-        ((6, 5), (7, 5)),
-        "reads it through prims.convert_element_type",
-    ),
+        lambda c, x, w: linear(c.all_gather(x).bfloat16().float(), w), ((6, 5), (7, 5)),
+        "reads it through prims.convert_element_type"),
     "gathered, joined to others": (
-        lambda c, x, y, w: linear(torch.cat([c.all_gather(x), y]), w),
-        ((6, 5), (6, 5), (7, 5)),
-        "reads it through aten.cat",
-    ),
+        lambda c, x, y, w: linear(torch.cat([c.all_gather(x), y]), w), ((6, 5), (6, 5), (7, 5)), "reads it through aten.cat"),
     "gathered, in parts": (
-        lambda c, x, w: [linear(part, w) for part in c.all_gather(x).chunk(WORLD)],
-        ((6, 5), (7, 5)),
-        "reads it through aten.split",
-    ),
+        lambda c, x, w: [linear(part, w) for part in c.all_gather(x).chunk(WORLD)], ((6, 5), (7, 5)),
+        "reads it through aten.split"),
     "gathered for two, the second of which is missed": (
-        lambda c, x, w: (lambda g: (g @ (g * 2).t(), linear(g.bfloat16().float(), w)))(
-            c.all_gather(x)
-        ),
-        ((6, 5), (7, 5)),
-        "reads it through prims.convert_element_type",
-    ),
+        lambda c, x, w: (lambda g: (g @ (g * 2).t(), linear(g.bfloat16().float(), w)))(c.all_gather(x)), ((6, 5), (7, 5)),
+        "reads it through prims.convert_element_type"),
     "gathered, widened": (lambda c, x, w: linear(c.all_gather(x.bfloat16()).float(), w), ((6, 5), (7, 5)), "gather more bytes"),
 }  # fmt: skip
 APART = {
@@ -348,21 +300,11 @@ def test_inductor_says_why_it_leaves_a_collective(failures: Failures) -> None:
 BETWEEN = "is waited for between"
 WAITED = {
     "reduced twice": (
-        lambda c, x, w: c.reduce_scatter(c.all_reduce(x @ w).reshape(4, 6)) * 2,
-        ((6, 5), (5, 4)),
-        [
-            ("all_reduce", "gemm_allreduce", "", False),
-            ("reduce_scatter", "", f"all_reduce, {BETWEEN} its GEMM and it", False),
-        ],
-    ),
+        lambda c, x, w: c.reduce_scatter(c.all_reduce(x @ w).reshape(4, 6)) * 2, ((6, 5), (5, 4)),
+        [("all_reduce", "gemm_allreduce", "", False), ("reduce_scatter", "", f"all_reduce, {BETWEEN} its GEMM and it", False)]),
     "averaged, then reduced": (
-        lambda c, x, w: c.all_reduce(c.all_reduce(x @ w, "avg")),
-        ((6, 5), (5, 4)),
-        [
-            ("all_reduce", "gemm_allreduce", "", False),
-            ("all_reduce", "", f"all_reduce, {BETWEEN} its GEMM and it", False),
-        ],
-    ),
+        lambda c, x, w: c.all_reduce(c.all_reduce(x @ w, "avg")), ((6, 5), (5, 4)),
+        [("all_reduce", "gemm_allreduce", "", False), ("all_reduce", "", f"all_reduce, {BETWEEN} its GEMM and it", False)]),
     "no op for the first two": (
         lambda c, x, w: c.all_reduce(c.all_reduce(c.all_reduce(x @ w, "max"), "min")),
         ((6, 5), (5, 4)),
@@ -397,13 +339,8 @@ WAITED = {
         ],
     ),
     "gathered twice": (
-        lambda c, x, w: linear(c.all_gather(c.all_gather(x), 1), w),
-        ((2, 3, 5), (7, 5)),
-        [
-            ("all_gather", "", f"all_gather, {BETWEEN} it and its GEMM", False),
-            ("all_gather", "allgather_gemm", "", False),
-        ],
-    ),
+        lambda c, x, w: linear(c.all_gather(c.all_gather(x), 1), w), ((2, 3, 5), (7, 5)),
+        [("all_gather", "", f"all_gather, {BETWEEN} it and its GEMM", False), ("all_gather", "allgather_gemm", "", False)]),
     "gathered, reduced, gathered": (
         lambda c, x, w: linear(c.all_gather(c.reduce_scatter(c.all_gather(x, 1), 1)), w),
         ((2, 3, 5), (7, 5)),
@@ -421,7 +358,7 @@ WAITED = {
             ("all_gather", "", "no GEMM reads it, but aten.relu", False),
         ],
     ),
-}
+}  # fmt: skip
 
 
 class EagerKinds(Eager):

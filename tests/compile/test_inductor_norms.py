@@ -73,17 +73,10 @@ NORMS = {
     "half layer, Gemma": fused(half_layer(gemma_norm), _HALF),
     "half layer in float16": fused(half_layer(llama_norm), _HALF, dtype=torch.float16),
     "half layer with a bias": fused(
-        lambda c, x, w, residual, gain, b: llama_norm(
-            (c.all_reduce(linear(x, w)) + b) + residual, gain
-        ),
-        (*_HALF, (16,)),
-    ),
+        lambda c, x, w, residual, gain, b: llama_norm((c.all_reduce(linear(x, w)) + b) + residual, gain), (*_HALF, (16,))),
     "two half layers": fused(
-        two_half_layers,
-        (*_HALF, (16, 16)),
-        ops="allreduce_rmsnorm allreduce_rmsnorm",
-        rows="gemm_allreduce_rmsnorm gemm_allreduce_rmsnorm",
-    ),
+        two_half_layers, (*_HALF, (16, 16)), ops="allreduce_rmsnorm allreduce_rmsnorm",
+        rows="gemm_allreduce_rmsnorm gemm_allreduce_rmsnorm"),
     "all-reduce and norm": fused(embedding_and_norm, ((2, 3, 16), (16,)), rows="allreduce_rmsnorm"),
     "GEMM, all-reduce and norm": fused(norm_of_the_sum_alone, ((6, 5), (16, 5), (16,))),
     # More rows than gain, columns that the kernels do not take, a dtype likewise, another reader in between, another
@@ -92,19 +85,12 @@ NORMS = {
     "odd columns": apart(half_layer(llama_norm), ((3, 5), (12, 5), (3, 12), (12,))),
     "float32": apart(half_layer(plain_norm), _HALF, dtype=torch.float32),
     "the product read, too": apart(
-        lambda c, x, w, residual, gain: (lambda s: (llama_norm(residual + s, gain), s.relu()))(
-            c.all_reduce(linear(x, w))
-        ),
-        _HALF,
-    ),
+        lambda c, x, w, residual, gain: (lambda s: (llama_norm(residual + s, gain), s.relu()))(c.all_reduce(linear(x, w))),
+        _HALF),
     "the squares read, too": apart(squares_read, ((6, 5), (16, 5), (16,))),
     "a gain of the sum": apart(
-        lambda c, x, w, residual: (lambda s: llama_norm(s, s[0, 0]))(
-            residual + c.all_reduce(linear(x, w))
-        ),
-        _HALF[:3],
-    ),
-}
+        lambda c, x, w, residual: (lambda s: llama_norm(s, s[0, 0]))(residual + c.all_reduce(linear(x, w))), _HALF[:3]),
+}  # fmt: skip
 
 
 @pytest.mark.ranks((2, "gloo"))

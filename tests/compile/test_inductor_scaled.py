@@ -110,74 +110,43 @@ def scales_by_views(c, x, w, s, t):
 PATTERNS = {
     "numbers, all-reduce": Pattern(lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t)), (X, W, ONE, ONE), "gemm_allreduce"),
     "numbers, average": Pattern(
-        lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t), "avg"),
-        (X, W, ((1,), "scale"), ((1, 1), "scale")),
-        "gemm_allreduce",
-    ),
+        lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t), "avg"), (X, W, ((1,), "scale"), ((1, 1), "scale")),
+        "gemm_allreduce"),
     "rows, all-reduce, bias behind": Pattern(
         lambda c, x, w, s, t, b: c.all_reduce(c.scaled(x, w, s, t)) + b,
-        (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W, ((16,), F32)),
-        "gemm_allreduce",
-    ),
+        (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W, ((16,), F32)), "gemm_allreduce"),
     "rows, e5m2, slice": Pattern(
         lambda c, x, w, s, t: c.all_reduce(c.named(x, w, s, t, ScalingType.RowWise)[1:, :-1]),
         (((6, 16), E5M2), W, OF_X, ((1, 16), "scale")), "gemm_allreduce"),
     "numbers, bias of every rank": Pattern(
-        lambda c, x, w, s, t, b: c.reduce_scatter(c.scaled(x, w, s, t, b, BF16)),
-        (X, W, ONE, ONE, ((16,), BF16)),
-        "gemm_reducescatter all_reduce",
-        "gemm_reducescatter",
-    ),
+        lambda c, x, w, s, t, b: c.reduce_scatter(c.scaled(x, w, s, t, b, BF16)), (X, W, ONE, ONE, ((16,), BF16)),
+        "gemm_reducescatter all_reduce", "gemm_reducescatter"),
     "rows, reduce-scatter of dim 1": Pattern(
         lambda c, x, w, s, t: c.reduce_scatter(c.scaled(x, w, s, t), 1),  # [B, S, N], cut along the sequence
         (((3, 4, 16), E4M3), W, ((3, 4, 1), "scale"), OF_W), "gemm_reducescatter"
     ),
     "rows, reduce-scatter of columns": Pattern(
-        lambda c, x, w, s, t: c.reduce_scatter(c.scaled(x, w, s, t), 1),
-        (X, W, OF_X, OF_W),
-        "gemm_reducescatter",
-    ),
+        lambda c, x, w, s, t: c.reduce_scatter(c.scaled(x, w, s, t), 1), (X, W, OF_X, OF_W), "gemm_reducescatter"),
     "named rows, reduce-scatter": Pattern(
         lambda c, x, w, s, t: c.reduce_scatter(c.named(x, w, s, t, ScalingType.RowWise)),
-        (X, W, ((6,), "scale"), ((16,), "scale")),
-        "gemm_reducescatter",
-    ),
+        (X, W, ((6,), "scale"), ((16,), "scale")), "gemm_reducescatter"),
     "named numbers, all-reduce": Pattern(
-        lambda c, x, w, s, t: c.all_reduce(c.named(x, w, s, t, ScalingType.TensorWise)),
-        (X, W, ONE, ONE),
-        "gemm_allreduce",
-    ),
+        lambda c, x, w, s, t: c.all_reduce(c.named(x, w, s, t, ScalingType.TensorWise)), (X, W, ONE, ONE), "gemm_allreduce"),
     "numbers, all-gather of bytes": Pattern(gathered_as_bytes, (X, W, W, ONE, ONE), "allgather_gemm", "allgather_gemm.weights"),
     "numbers, all-gather of dim 1": Pattern(
-        lambda c, x, w, s, t, b: c.scaled(c.all_gather(x, 1), w, s, t, b, BF16),
-        (((2, 3, 16), E4M3), W, ONE, ONE, ((16,), BF16)),
-        "allgather_gemm",
-    ),
+        lambda c, x, w, s, t, b: c.scaled(c.all_gather(x, 1), w, s, t, b, BF16), (((2, 3, 16), E4M3), W, ONE, ONE, ((16,), BF16)),
+        "allgather_gemm"),
     "numbers, all-gather of dim 1, joined as bytes": Pattern(
-        gathered_joined_as_bytes, (((2, 3, 16), E4M3), W, ONE, ONE), "allgather_gemm"
-    ),
+        gathered_joined_as_bytes, (((2, 3, 16), E4M3), W, ONE, ONE), "allgather_gemm"),
     "numbers, all-gather, cast": Pattern(
-        lambda c, x, w, s, t: c.scaled(c.all_gather(x).to(E4M3), w, s, t),
-        (((6, 16), F32), W, ONE, ONE),
-        "allgather_gemm",
-    ),
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x).to(E4M3), w, s, t), (((6, 16), F32), W, ONE, ONE), "allgather_gemm"),
     "rows, all-gather of dim 1": Pattern(
-        gathered_with_scales,
-        (((2, 3, 16), E4M3), W, ((32, 16), E4M3), ((2, 3, 1), "scale"), OF_W, ((32, 1), "scale")),
-        "allgather_gemm",
-        "allgather_gemm.weights allgather_gemm.weights",
-    ),
+        gathered_with_scales, (((2, 3, 16), E4M3), W, ((32, 16), E4M3), ((2, 3, 1), "scale"), OF_W, ((32, 1), "scale")),
+        "allgather_gemm", "allgather_gemm.weights allgather_gemm.weights"),
     "rows, all-gather by views": Pattern(
-        scales_by_views,
-        (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W),
-        "allgather_gemm",
-        "allgather_gemm allgather_gemm",
-    ),
+        scales_by_views, (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W), "allgather_gemm", "allgather_gemm allgather_gemm"),
     "all-gather, reduce-scatter": Pattern(
-        gathered_and_scattered,
-        (X, W, ((32, 16), E4M3), ONE, ONE),
-        "allgather_gemm gemm_reducescatter",
-    ),
+        gathered_and_scattered, (X, W, ((32, 16), E4M3), ONE, ONE), "allgather_gemm gemm_reducescatter"),
 }  # fmt: skip
 
 
@@ -225,14 +194,11 @@ REFUSED = {
     "blocks": (
         lambda c, x, w, s, t: c.reduce_scatter(torch._scaled_mm(x, w.t(), s, t, out_dtype=BF16)),
         (((16, 256), E4M3), ((128, 256), E4M3), ((16, 2), "scale"), ((2, 1), "scale")),
-        ("aten._scaled_mm with scales of shapes [16, 2] and [2, 1]", True),
-    ),
+        ("aten._scaled_mm with scales of shapes [16, 2] and [2, 1]", True)),
     "fp8 output": (lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t, out=E4M3)), (X, W, ONE, ONE), ("result is in float8_e4m3fn", True)),
     "scales of all rows": (
-        lambda c, x, w, s, t: c.scaled(c.all_gather(x), w, s, t),
-        (X, W, ((12, 1), "scale"), OF_W),
-        ("which are not gathered as the rows are", True),
-    ),
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x), w, s, t), (X, W, ((12, 1), "scale"), OF_W),
+        ("which are not gathered as the rows are", True)),
     "scales of other rows": (
         # As many scales as rows, but of other rows.
         lambda c, x, w, s, t: c.scaled(c.all_gather(x, 1), w, c.all_gather(s), t),
@@ -242,17 +208,12 @@ REFUSED = {
     ),
     "scales that depend": (scaled_by_what_is_gathered, (X, W, ONE, ONE), ("scales depend on it", True)),
     "part of the rows": (
-        lambda c, x, w, s, t: c.scaled(c.all_gather(x)[:4], w, c.all_gather(s)[:4], t),
-        (X, W, OF_X, OF_W),
-        ("reads a part of it, with scales of rows", True),
-        ("it gathers scales of a GEMM's operand", False),
-    ),
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x)[:4], w, c.all_gather(s)[:4], t), (X, W, OF_X, OF_W),
+        ("reads a part of it, with scales of rows", True), ("it gathers scales of a GEMM's operand", False)),
     "weight": (lambda c, x, w, s, t: c.scaled(x, c.all_gather(w), s, t), (X, W, ONE, ONE), ("it gathers a weight", False)),
     "second operand": (
-        lambda c, x, w, s, t: c.scaled(x, c.all_gather((w.float() * 2).to(E4M3)), s, t),
-        (X, W, ONE, ONE),
-        ("the second operand of a GEMM with scales", False),
-    ),
+        lambda c, x, w, s, t: c.scaled(x, c.all_gather((w.float() * 2).to(E4M3)), s, t), (X, W, ONE, ONE),
+        ("the second operand of a GEMM with scales", False)),
     "joined as bytes along K": (
         lambda c, x, w, s, t: c.scaled(
             torch.cat(
@@ -266,15 +227,11 @@ REFUSED = {
         ("along the dim that its GEMM sums over", False),
     ),
     "words of four": (
-        lambda c, x, w, s, t: c.scaled(c.all_gather(x.view(torch.int32)).view(E4M3), w, s, t),
-        (X, W, ONE, ONE),
-        ("aten._scaled_mm, reads it through aten.view, which the pass does not follow", True),
-    ),
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x.view(torch.int32)).view(E4M3), w, s, t), (X, W, ONE, ONE),
+        ("aten._scaled_mm, reads it through aten.view, which the pass does not follow", True)),
     "along K": (
-        lambda c, x, w, s, t: c.scaled(c.all_gather(x, 1), w, s, t),
-        (((6, 8), E4M3), W, ONE, ONE),
-        ("along the dim that its GEMM sums over", False),
-    ),
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x, 1), w, s, t), (((6, 8), E4M3), W, ONE, ONE),
+        ("along the dim that its GEMM sums over", False)),
 }  # fmt: skip
 
 

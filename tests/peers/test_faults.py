@@ -197,17 +197,11 @@ def report_of_others(
 NEVER_CALLED = [
     pytest.param("gloo", "default", "gemm_allreduce"),
     pytest.param("gloo", "packed", "gemm_allreduce", marks=pytest.mark.long),
+    *(pytest.param("nccl", plan, "gemm_allreduce", marks=BACKENDS[1].marks) for plan in ("default", "packed", "window")),
     *(
-        pytest.param("nccl", plan, "gemm_allreduce", marks=BACKENDS[1].marks)
-        for plan in ("default", "packed", "window")
-    ),
-    *(
-        pytest.param(backend, "default", op, marks=marks)
-        for backend, marks in (("gloo", pytest.mark.whole), ("nccl", BACKENDS[1].marks))
-        for op in OPS
-        if op != "gemm_allreduce"
-    ),
-]
+        pytest.param(backend, "default", op, marks=marks) for backend,
+        marks in (("gloo", pytest.mark.whole), ("nccl", BACKENDS[1].marks)) for op in OPS if op != "gemm_allreduce"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("backend", "plan", "op"), NEVER_CALLED)

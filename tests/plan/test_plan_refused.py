@@ -68,11 +68,7 @@ PLANS = {
 WRONG = {
     "owners": [
         ({"kernel": Kernel.LIBRARY}, "kernel library on 2 ranks, allowed are sm90_pingpong, which"),
-        (
-            {"schedule": Schedule.SEQUENTIAL},
-            "collective owners, the schedule sequential, .*allowed are ring, owners or stripes",
-        ),
-    ],
+        ({"schedule": Schedule.SEQUENTIAL}, "collective owners, the schedule sequential, .*allowed are ring, owners or stripes")],
     "owners of three": [
         (
             {
@@ -256,16 +252,14 @@ WRONG = {
             "collective of allgather_gemm is direct, allowed is all_gather: take that",
         ),
     ],
-    "gather": [
-        ({"collective": Collective.RING}, "of allgather_gemm is ring, allowed is all_gather")
-    ],
+    "gather": [({"collective": Collective.RING}, "of allgather_gemm is ring, allowed is all_gather")],
     "scatter": [
         (
             {"collective": Collective.RING},
             "ring with the transport nccl, allowed is peer: take .* the collective reduce_scatter",
         )
     ],
-}
+}  # fmt: skip
 
 OVER_PEERS = ["ring", "stripes", "all_to_all", "direct", "gather_at_once", "gather"]
 WRONG_OVER_PEERS = [

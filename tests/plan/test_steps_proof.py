@@ -265,33 +265,26 @@ def adds_terms(change: Change) -> bool:
 HARMLESS: list[tuple[str, str, Callable[[Change], bool]]] = [
     ("signal left out", "numbers only grow: a later step's stands for this one's", is_signalled_later),
     (
-        "signal without to_self",
-        "a rank awaits its own last step alone, and only in a GEMM that ends the call",
-        lambda change: is_signalled_later(change) or not ends_in_a_gemm(change),
-    ),
+        "signal without to_self", "a rank awaits its own last step alone, and only in a GEMM that ends the call",
+        lambda change: is_signalled_later(change) or not ends_in_a_gemm(change)),
     ("fork of ", "the lane carries nothing, or begins behind a step that comes behind the fork", lanes_begin_behind_the_caller),
     (
         "wait_for_peers without after",
         "it would look earlier, and hold its SM for longer, on a lane that waits for nothing else",
-        lambda change: change.step["lane"] == "copy",
-    ),
+        lambda change: change.step["lane"] == "copy"),
     ("join left out", "the caller's last launches wait for the last step of each lane", lanes_end_before_the_caller),
     ("send_receive without after", "it names the fork, behind which its lane is anyway", comes_behind_the_fork),
     ("wait_for_slots left out", "all of this rank's messages travel by NCCL", stores_into_no_slot),
     (
-        "gemm without awaits_chunks",
-        "it takes the own rows alone, or comes behind a launch that has awaited all chunks",
-        lambda change: takes_own_rows_alone(change) or comes_behind_all_chunks(change),
-    ),
+        "gemm without awaits_chunks", "it takes the own rows alone, or comes behind a launch that has awaited all chunks",
+        lambda change: takes_own_rows_alone(change) or comes_behind_all_chunks(change)),
     ("wait_for_peers", "this rank owns no rows of the chunk", sums_no_rows),
     ("copy without after", "it has no bytes, as this rank owns no rows of the chunk", lambda change: change.step["bytes"] == 0),
     ("signal without after", "the copies that it announces have no bytes", announces_nothing),
     ("gemm without rounds", "the same terms are added, one of them with more bits", adds_terms),
     (
-        "gemm with place 0 shifted",
-        "a launch of the own rows' tiles reads the op's input, not the gathered rows",
-        takes_own_rows_alone,
-    ),
+        "gemm with place 0 shifted", "a launch of the own rows' tiles reads the op's input, not the gathered rows",
+        takes_own_rows_alone),
 ]  # fmt: skip
 
 
