@@ -189,8 +189,3 @@ def test_plan_json_is_readable_and_checked() -> None:
     del data["layout"]
     with pytest.raises(ValueError, match=r"lacks the fields \['layout'\]"):
         plans.files.from_dict(data)
-
-
-def test_plan_saves_and_loads(tmp_path) -> None:
-    plans.files.save(example(), tmp_path / "plan.json")
-    assert plans.files.load(tmp_path / "plan.json") == example()
