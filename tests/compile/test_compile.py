@@ -16,8 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import rank_pool
 from checks import Failures
-from operands import Case, difference, rank_device, world_name
-from ops import OPS, Arguments, map_tensors, tensors_of
+from operands import Case, difference, place, rank_device, world_name
+from ops import OPS, Arguments, every_op, map_tensors, tensors_of
 
 CASES = [
     Case((6,), 5, 7), Case((), 9, 4), Case((2, 3), 4, 8, weight_layout="n_contiguous"), Case((0,), 4, 5),
@@ -26,21 +26,17 @@ CASES = [
 ]  # fmt: skip
 
 
-every_op = pytest.mark.parametrize("op", list(OPS))
-
-
 @every_op
 @pytest.mark.ranks((1, "nccl"), (2, "nccl"), long=[(2, "gloo")], whole=[(1, "gloo")])
 def test_compile_passes_opcheck(failures: Failures, op: str) -> None:
     """All of opcheck's tests, on every rank in step: each of them calls the op."""
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     for seed, case in enumerate(OPS[op].of(CASES)):
         dtype = (torch.float32, torch.bfloat16)[seed % 2]
         for bias, needs_gradient in itertools.product((False, True), repeat=2):
             if (seed // 2 + bias + needs_gradient) % 2 and not rank_pool.whole_grids():
                 continue  # each two values meet
             case = case.with_(dtype=dtype, bias=bias)
-            arguments = OPS[op].arguments(case, rank, world, device, seed)
+            arguments = OPS[op].arguments(case, *place(), seed)
             if arguments[-1] is None:
                 arguments = arguments[:-1]  # defaults are dropped by the dispatcher
             for tensor in tensors_of(arguments):
@@ -58,11 +54,11 @@ def test_compile_passes_opcheck(failures: Failures, op: str) -> None:
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_compile_fake_kernel_says_what_the_op_returns(failures: Failures, op: str) -> None:
     """The fake kernel's metadata against the real result's; nothing is communicated for a fake tensor."""
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     for (seed, case), dtype in itertools.product(enumerate(OPS[op].of(CASES)), dtypes):
         case = case.with_(dtype=dtype, bias=seed % 2 == 0)
-        arguments = OPS[op].arguments(case, rank, world, device, seed)
+        arguments = OPS[op].arguments(case, *place(), seed)
         keywords = {**OPS[op].keywords(case), "group": world_name()}
         outputs = tensors_of(OPS[op].operator(*arguments, **keywords))
         if rank == 0:  # alone: a fake call that communicated would hang here
@@ -104,13 +100,12 @@ def test_compile_takes_the_op_in_one_graph(failures: Failures, op: str, backend:
     # Inductor's C++ compiler takes its time.
     cases = cases[:1] if backend == "inductor" else cases
     torch._dynamo.reset()
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     compiled = torch.compile(block, fullgraph=True, backend=backend)
     for seed, case in enumerate(cases):
         gradients = []
         results = []
         for function in (block, compiled):
-            arguments = OPS[op].arguments(case, rank, world, device, seed)
+            arguments = OPS[op].arguments(case, *place(), seed)
             leaves = tensors_of(arguments)
             for leaf in leaves:
                 leaf.requires_grad_()
@@ -135,7 +130,6 @@ def test_compile_takes_the_op_in_one_graph(failures: Failures, op: str, backend:
 def test_compile_takes_dynamic_shapes(failures: Failures, op: str) -> None:
     """One graph for every number of rows, and its result against the right one."""
     torch._dynamo.reset()
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     counter = CompileCounterWithBackend("aot_eager")
 
     def function(*arguments):
@@ -144,10 +138,10 @@ def test_compile_takes_dynamic_shapes(failures: Failures, op: str) -> None:
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
     for rows in (6, 9, 5, 130):
         case = Case((rows,), 11, 7)
-        arguments = OPS[op].arguments(case, rank, world, device, rows)
+        arguments = OPS[op].arguments(case, *place(), rows)
         torch._dynamo.mark_dynamic(arguments[0], 0)
         outputs = tensors_of(compiled(*arguments))
-        expected = OPS[op].expected(case, rank, world, device, rows)
+        expected = OPS[op].expected(case, *place(), rows)
         failures.expect_equal(outputs, expected, op, case)
     # Counts of 0 and 1 are graphs of their own.
     most = 4 if op == "gemm_alltoall" else 1
@@ -160,7 +154,6 @@ def test_compile_takes_counts_from_data(failures: Failures) -> None:
     """Numbers of rows that are read from a tensor inside the graph, as a router's are."""
     torch._dynamo.reset()
     op = OPS["gemm_alltoall"]
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
 
     @torch._dynamo.config.patch(capture_scalar_outputs=True)
     def run(*arguments):
@@ -171,9 +164,9 @@ def test_compile_takes_counts_from_data(failures: Failures) -> None:
 
     for seed in range(4):
         case = Case((9,), 11, 7)
-        input, weight, send, recv, _ = op.arguments(case, rank, world, device, seed)
+        input, weight, send, recv, _ = op.arguments(case, *place(), seed)
         output = run(input, weight, torch.tensor(send), torch.tensor(recv))
-        failures.expect(difference(output, op.expected(case, rank, world, device, seed)[0]), case)
+        failures.expect(difference(output, op.expected(case, *place(), seed)[0]), case)
 
 
 class Call(torch.nn.Module):
@@ -205,9 +198,8 @@ def test_compile_keeps_the_op_whole(failures: Failures, op: str) -> None:
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_compile_exports_the_op(failures: Failures, op: str) -> None:
     """Exported with any number of rows (an all-to-all's are no tensor's), saved, loaded and called with others."""
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     case = Case((6,), 11, 7, bias=True)
-    arguments = OPS[op].arguments(case, rank, world, device)
+    arguments = OPS[op].arguments(case, *place())
     tensors = tensors_of(arguments)
     rows = None if op == "gemm_alltoall" else {0: torch.export.Dim.AUTO}
     shapes = {"tensors": (rows, *[None] * (len(tensors) - 1))}
@@ -223,8 +215,8 @@ def test_compile_exports_the_op(failures: Failures, op: str) -> None:
     module = torch.export.load(file).module()
     for leading in ((6,),) if op == "gemm_alltoall" else ((6,), (10,), (132,)):
         other = case.with_(leading=leading)
-        outputs = tensors_of(module(*tensors_of(OPS[op].arguments(other, rank, world, device))))
-        expected = OPS[op].expected(other, rank, world, device)
+        outputs = tensors_of(module(*tensors_of(OPS[op].arguments(other, *place()))))
+        expected = OPS[op].expected(other, *place())
         failures.expect_equal(outputs, expected, op, other)
 
 
@@ -232,14 +224,14 @@ def test_compile_exports_the_op(failures: Failures, op: str) -> None:
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_compile_takes_autocast(failures: Failures, op: str) -> None:
     torch._dynamo.reset()
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    device = rank_device()
 
     def function(*arguments):
         with torch.autocast(device.type, torch.bfloat16):
             return OPS[op].wrapper(*arguments, group=world_name())
 
     case = Case((8,), 6, 10, torch.bfloat16, bias=True)
-    arguments = map_tensors(torch.Tensor.float, OPS[op].arguments(case, rank, world, device))
+    arguments = map_tensors(torch.Tensor.float, OPS[op].arguments(case, *place()))
     outputs = tensors_of(torch.compile(function, fullgraph=True, backend="aot_eager")(*arguments))
-    expected = OPS[op].expected(case, rank, world, device)
+    expected = OPS[op].expected(case, *place())
     failures.expect_equal(outputs, expected, op, case)

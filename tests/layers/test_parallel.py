@@ -65,8 +65,7 @@ def check_layer(
     output = run(mine)
     right = cut(expected, wanted)
     if use_local_output:
-        tensor = type(output) is torch.Tensor
-        failures.expect(None if tensor else f"output is a {type(output)}", *where)
+        failures.equal(type(output), torch.Tensor, *where)
         failures.expect(difference(output.detach(), right.to_local()), "output", *where)
         output.backward(cut(gradient, wanted).to_local())
     else:
@@ -175,12 +174,11 @@ def test_parallel_styles_replace_plain_linears_only(failures: Failures) -> None:
         scaled = Scaled(12, 6, device=rank_device())
         scaled.load_state_dict(whole)
         replaced = parallelize_module(scaled, mesh(), style())
-        failures.expect(None if type(replaced) is Scaled else "subclass replaced", style)
+        failures.equal(type(replaced), Scaled, style)
         failures.near(replaced(mine), 2 * layer(mine), style, "subclass", rtol=1e-6)
         table = torch.nn.Embedding(12, 6, device=rank_device())
         embedding = parallelize_module(table, mesh(), style(input_layouts=Replicate()))
-        kind = type(embedding) is torch.nn.Embedding
-        failures.expect(None if kind else "embedding replaced", style)
+        failures.equal(type(embedding), torch.nn.Embedding, style)
 
         frozen = integer_linear(12, 6, False)
         frozen.weight.requires_grad_(False)

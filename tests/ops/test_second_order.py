@@ -26,13 +26,12 @@ from meshes import mesh
 from modes import SeesDispatches
 from operands import Case, difference, place, rank_device, world_name
 from operands import integers as keyed_integers
-from ops import OPS, Arguments, map_tensors, tensors_of
+from ops import OPS, Arguments, every_op, map_tensors, tensors_of
 from overlap_torch._layers.dtensor import wrap
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
 from parallel_layers import SEVERAL, Form, all_outputs, every_kind, integer_linears, sequence_or_not
 
-every_op = pytest.mark.parametrize("op", list(OPS))
 some_ranks = pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
 
 CASES = [Case((3,), 5, 4, torch.float64), Case((2, 3), 3, 2, torch.float64)]
@@ -161,7 +160,7 @@ def test_second_order_of_ops_is_the_global_functions(failures: Failures, op: str
     seeds = itertools.count()
     for case, bias in itertools.product(OPS[op].of(CASES), (False, True)):
         case = case.with_(bias=bias)
-        count = len(tensors_of(OPS[op].arguments(case, rank, world, device)))
+        count = len(tensors_of(OPS[op].arguments(case, *place())))
         everything = tuple(range(count))
         # Each operand's gradient alone, all but one, all; and the same of the gradients that are used.
         subsets = [everything]
@@ -217,9 +216,8 @@ def test_second_order_costs_the_first_no_communication(failures: Failures, op: s
         "allgather_gemm": [one, one, "overlap::gemm_reducescatter"],
         "gemm_alltoall": [one],
     }[op.partition(".")[0]]
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     for create_graph in (False, True):
-        arguments = OPS[op].arguments(Case((3,), 5, 4, bias=True), rank, world, device)
+        arguments = OPS[op].arguments(Case((3,), 5, 4, bias=True), *place())
         leaves = [leaf.requires_grad_() for leaf in tensors_of(arguments)]
         outputs = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))
         total = sum(output.sum() for output in outputs)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures
-from operands import Case, Operands, difference, make_operands, rank_device, subgroup
+from operands import Case, Operands, difference, make_operands, place, rank_device, subgroup
 from ops import expected_output
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel
@@ -20,8 +20,8 @@ ROUNDS = 12
 
 
 def prepare(case: Case, seeds: range) -> tuple[list[Operands], list[torch.Tensor]]:
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
-    operands = [make_operands(case, rank, world, device, seed) for seed in seeds]
+    device, world = rank_device(), dist.get_world_size()
+    operands = [make_operands(case, *place(), seed) for seed in seeds]
     return operands, [expected_output(case, world, device, seed) for seed in seeds]
 
 

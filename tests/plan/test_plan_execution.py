@@ -8,16 +8,14 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures, check_call, check_plan
-from operands import Case, in_layouts_of_rank, rank_device, subgroup, world_name
-from ops import OPS
+from operands import Case, in_layouts_of_rank, place, rank_device, subgroup, world_name
+from ops import OPS, every_op
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Plan
 from overlap_torch.plan.types import Kernel, Layout, Schedule
 from peers import fixed_counts
 from plans import GPU_KERNELS, overlapped_plans, sequential_plan
 from tests import _plan_test
-
-every_op = pytest.mark.parametrize("op", list(OPS))
 
 # Tiles of 16 x 8, so that small outputs have many chunks.
 CPU_TILE = (16, 8)
@@ -134,12 +132,12 @@ def test_plan_execution_cuts_many_rows_of_an_alltoall(
     """Rows for a peer that are many travel in pieces, which leave while later ones are computed."""
     case = Case((3000,), 1027, 16, dtype, bias=True)
     op = OPS["gemm_alltoall"]
-    rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
+    rank = dist.get_rank()
     with overlap_torch.trace() as traced:
         for seed in range(3):
             check_call(failures, case, seed=seed, op=op.name)
     for seed in range(3):
-        counts = op.arguments(case, rank, world, device, seed)[2]
+        counts = op.arguments(case, *place(), seed)[2]
         sent = [count for peer, count in enumerate(counts) if peer != rank and count > 0]
         pieces = len(traced.calls[seed].chunks)
         # Three megabytes at least.

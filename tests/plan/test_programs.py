@@ -14,8 +14,8 @@ import torch.distributed as dist
 import overlap_torch
 import rank_pool
 from checks import Failures, check_call, message_of
-from operands import Case, rank_device, world_name
-from ops import OPS, tensors_of
+from operands import Case, place, rank_device, world_name
+from ops import OPS, every_op, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Machine, Plan, Problem, use_plan, validate
 from overlap_torch.plan.programs import Editor, Program, Rectangle, Region, edit
@@ -35,7 +35,6 @@ from programs import (
 from tests.ops.test_autograd import output_gradients, right_gradients
 
 CPU = Machine(arch=0, sm_count=2, sm_gflops=10.0, link_latency_us=50.0, link_gbps=2.0)
-every_op = pytest.mark.parametrize("op", list(OPS))
 
 
 # --- results --------------------------------------------------------------------------------------------------
@@ -71,7 +70,7 @@ def test_programs_serve_gradients(failures: Failures) -> None:
     for op, case in itertools.product(OPS, (EVEN, EVEN.with_(n=EVEN.k, k=EVEN.n))):
         plan_module.set_plan(template_plans(op, case, world, 2)[0][1])
     for op in OPS:
-        arguments = OPS[op].arguments(EVEN, rank, world, device)
+        arguments = OPS[op].arguments(EVEN, *place())
         leaves = tensors_of(arguments)
         for leaf in leaves:
             leaf.requires_grad_()
