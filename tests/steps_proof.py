@@ -138,6 +138,7 @@ def covering_problems() -> Iterator[tuple[Machine, Problem]]:
 
 def by_hand() -> Iterator[Case]:
     """Plans that users set and the planner does not: other chunks, lanes, kernels, layouts; several weights."""
+    over_nccl = {"transport": "nccl"}
     for world in (2, 3, 8):
         problems = {
             op: Problem(2048 * world, 2048 - 40, 512, DType.BFLOAT16, world, op)
@@ -147,34 +148,17 @@ def by_hand() -> Iterator[Case]:
             for kernel, window in itertools.product(
                 (Kernel.LIBRARY, Kernel.SM80, Kernel.SM90_COOPERATIVE), (False, True)
             ):
-                yield from variants(
-                    plans.templates.row_panels(
-                        problem,
-                        chunks,
-                        kernel=kernel,
-                        lanes=lanes,
-                        window=window,
-                        comm_sms=32,
-                        max_ctas=8,
-                        transport="nccl",
-                    ),
-                    PEERS,
-                )
+                how = {"kernel": kernel, "lanes": lanes, "window": window, "comm_sms": 32}
+                made = plans.templates.row_panels(problem, chunks, max_ctas=8, **how, **over_nccl)
+                yield from variants(made, PEERS)
         reduces = problems[Op.GEMM_ALLREDUCE]
         for collective in (Collective.ALL_REDUCE, Collective.EXCHANGE)[: 2 if world == 2 else 1]:
             for chunks, lanes, window in itertools.product((1, 5), (1, 2), (False, True)):
-                packed = plans.templates.packed(
-                    reduces,
-                    chunks,
-                    kernel=Kernel.SM90_PINGPONG,
-                    lanes=lanes,
-                    window=window,
-                    comm_sms=16,
-                    max_ctas=8,
-                    transport="nccl",
-                    collective=collective,
+                how = {"lanes": lanes, "window": window, "comm_sms": 16, "collective": collective}
+                how |= {"kernel": Kernel.SM90_PINGPONG, "max_ctas": 8}
+                yield from variants(
+                    plans.templates.packed(reduces, chunks, **how, **over_nccl), PEERS
                 )
-                yield from variants(packed, PEERS)
         for kernel, comm_sms in itertools.product((Kernel.SM80, Kernel.SM90_PINGPONG), (0, 2)):
             gather = plans.templates.row_panels(
                 problems[Op.ALLGATHER_GEMM], 3, kernel=kernel, comm_sms=comm_sms, transport="peer"
