@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from checks import Failures
 from operands import difference
+from overlap_torch.integrations import sglang, vllm
 
 N = 16
 
@@ -24,8 +25,6 @@ def rows_of(rows: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"))
 def test_sglangs_norm_is_one_op_for_few_rows(failures: Failures) -> None:
     """As the composition says where the op takes the rows; SGLang's own function, with its arguments, elsewhere."""
-    from overlap_torch.integrations import sglang
-
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = []
 
@@ -79,8 +78,6 @@ def test_sglangs_norm_is_one_op_for_few_rows(failures: Failures) -> None:
 
 @pytest.mark.ranks((2, "gloo"))
 def test_vllms_layers_of_other_ranks_are_refused(failures: Failures) -> None:
-    from overlap_torch.integrations import vllm
-
     others = SimpleNamespace(device_group=dist.group.WORLD, world_size=4, rank_in_group=0)
     ours = vllm.layer_class(
         VllmLinear, Unquantized, tp_group=lambda: others, batch_invariant=lambda: False
