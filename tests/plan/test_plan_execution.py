@@ -192,28 +192,6 @@ def test_plan_execution_computes_rows_of_an_alltoall_apart_or_in_turn(
                 check_plan(failures, case, plan, counts, "apart", apart, op="gemm_alltoall")
 
 
-def check_templates(failures: Failures, op: str) -> None:
-    """Templates to which nobody says what the tensors are on."""
-    case = Case((64,), 32, 24, bias=True)
-    problem = OPS[op].problem(case, dist.get_world_size())
-    if op == "gemm_alltoall":
-        plans = [plan_module.templates.make_all_to_all(problem)]
-    else:
-        plans = [plan_module.templates.row_panels(problem, 2, tile=CPU_TILE)]
-    if op == "gemm_allreduce":
-        plans.append(plan_module.templates.packed(problem, 3, tile=CPU_TILE))
-    for plan in plans:
-        check_plan(failures, case, plan, "template", op=op)
-
-
-@every_op
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_plan_execution_takes_templates_as_they_are(ranks, op):
-    if ranks.device_type == "cpu" and torch.cuda.is_available():
-        pytest.skip("plans are for GPUs where there are any, unless they name gloo")
-    ranks.expect_no_failures(check_templates, op)
-
-
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_plan_execution_keeps_plans_by_group_and_problem(failures: Failures) -> None:
     """A plan belongs to one group and one problem, and goes with the end of use_plan, or with clear_plans."""

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checks import Failures, check_call
-from operands import Case
 from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Plan, Problem, use_plan
@@ -44,12 +43,11 @@ def names(kind: str, world: int) -> list[str]:
     return [name for name in FILES[kind] if name != "doubling" or world in (2, 4, 8)]
 
 
-def check_files(failures: Failures, folder: str, cases: list[Case], chunks: int) -> None:
+def check_files(failures: Failures, folder: str) -> None:
     world = dist.get_world_size()
-    files = [(kind, name) for kind in READ for name in names(kind, world)]
-    for kind, name in files:
+    for kind, name in [(each, name) for each in READ for name in names(each, world)]:
         op = FILES[kind][name][0]
-        for case in cases:
+        for case, chunks in ((RAGGED, 1), (RAGGED, 3), (EVEN, 2), (FEW, 2)):
             problem = OPS[op].problem(case, world)
             path = f"{folder}/{kind} {name} {world}"
             plan = READ[kind](path, problem, chunks=chunks, **how_to_edit(problem))
@@ -66,19 +64,9 @@ def write_files(tmp_path, world: int) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.ranks((2, "gloo"))
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_files_of_other_compilers_give_right_results(ranks, tmp_path, chunks):
-    folder = write_files(tmp_path, ranks.world)
-    ranks.expect_no_failures(check_files, folder, [RAGGED], chunks)
-
-
-@pytest.mark.long
-@pytest.mark.ranks((3, "gloo"), (4, "gloo"), (8, "gloo"))
-def test_files_of_other_compilers_give_right_results_on_many_ranks(ranks, tmp_path):
-    folder = write_files(tmp_path, ranks.world)
-    chunks = {3: 2, 4: 3, 8: 1}[ranks.world]
-    ranks.expect_no_failures(check_files, folder, [RAGGED, EVEN, FEW], chunks)
+@pytest.mark.ranks((2, "gloo"), long=[(3, "gloo"), (4, "gloo"), (8, "gloo")])
+def test_files_of_other_compilers_give_right_results(ranks, tmp_path):
+    ranks.expect_no_failures(check_files, write_files(tmp_path, ranks.world))
 
 
 def test_files_in_chunks_wait_for_the_tiles_of_each(tmp_path):

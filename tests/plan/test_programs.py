@@ -14,7 +14,7 @@ import torch.distributed as dist
 import overlap_torch
 import rank_pool
 from checks import Failures, check_call, message_of
-from operands import Case, place, rank_device, world_name
+from operands import place, rank_device, world_name
 from ops import OPS, every_op, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Machine, Plan, Problem, use_plan, validate
@@ -40,27 +40,14 @@ CPU = Machine(arch=0, sm_count=2, sm_gflops=10.0, link_latency_us=50.0, link_gbp
 # --- results --------------------------------------------------------------------------------------------------
 
 
-def check_templates(
-    failures: Failures, ops: list[str], cases: list[Case], chunks: list[int]
-) -> None:
-    for op, case, count in itertools.product(ops, cases, chunks):
-        for label, plan in template_plans(op, case, dist.get_world_size(), count):
+@pytest.mark.ranks((2, "gloo"), long=[(3, "gloo"), (8, "gloo")], whole=[(4, "gloo")])
+@every_op
+def test_programs_of_templates_are_exact(failures: Failures, op: str) -> None:
+    for case, chunks in ((RAGGED, 2), (RAGGED, 3), (FEW, 3), (EVEN, 1)):
+        for label, plan in template_plans(op, case, dist.get_world_size(), chunks):
             with use_plan(plan):
                 for seed in (1, 2):
                     check_call(failures, case, label, seed=seed, op=op)
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_programs_of_templates_are_exact(ranks):
-    ranks.expect_no_failures(check_templates, list(OPS), [RAGGED], [2])
-
-
-@pytest.mark.long
-@pytest.mark.ranks((3, "gloo"), (8, "gloo"), whole=[(2, "gloo"), (4, "gloo")])
-@every_op
-def test_programs_of_templates_are_exact_in_chunks_of_any_number(ranks, op):
-    ranks.expect_no_failures(check_templates, [op], [RAGGED, FEW], [3])
-    ranks.expect_no_failures(check_templates, [op], [EVEN], [1])
 
 
 @pytest.mark.ranks((2, "gloo"))
