@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import overlap_torch
 from checks import Failures
-from frameworks import SMALL_MODEL, needs_transformers
+from frameworks import SMALL_MODEL, drawn_model, loaded_model, needs_transformers
 from graphs import Graphs, expect_counts
 from layers import op_counts
 from meshes import whole_of
-from operands import as_torchrun_places, rank_device
+from operands import rank_device
 from overlap_torch.integrations import transformers as integration
 
 pytestmark = needs_transformers
@@ -40,32 +40,16 @@ def config_of(family: str):
 
 def saved(family: str, folder: Path):
     """The whole model, whose checkpoint rank 0 has put into the folder."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(family))
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases, too
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model = drawn_model(config_of(family))
     if dist.get_rank() == 0:
         model.save_pretrained(folder)
     dist.barrier()
     return model.to(rank_device())
 
 
-def loaded(folder: Path, plan="auto", fsdp_size: int = 1):
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    fsdp = {"fsdp_size": fsdp_size} if fsdp_size > 1 else {}
-    config = DistributedConfig(tp_size=dist.get_world_size() // fsdp_size, tp_plan=plan, **fsdp)
-    with as_torchrun_places():
-        return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
-
-
 def loaded_with_styles(folder: Path, plan="auto"):
     with integration.register():
-        return loaded(folder, plan)
+        return loaded_model(folder, plan)
 
 
 def kinds_of_hidden_states(model, tokens: torch.Tensor) -> set[type]:
@@ -128,11 +112,11 @@ def test_models_train_as_with_transformers_own_styles(
     whole = saved(family, tmp_path)
     tokens = some_tokens(2, TOKENS)
     right = trained(whole, tokens)
-    theirs = trained(loaded(tmp_path), tokens)
+    theirs = trained(loaded_model(tmp_path), tokens)
     expect_same(failures, theirs, right, "transformers' own")
     with integration.register():
         sequence = integration.sequence_plan(config_of(family))
-        models = {"auto": loaded(tmp_path), "sequence": loaded(tmp_path, sequence)}
+        models = {"auto": loaded_model(tmp_path), "sequence": loaded_model(tmp_path, sequence)}
     for kind, calls in (("auto", AUTO_CALLS), ("sequence", SEQUENCE_CALLS)):
         found = {}
         counted = op_counts(lambda: found.update(trained(models[kind], tokens)))  # noqa: B023, called at once
@@ -165,7 +149,7 @@ def test_models_train_beside_fsdp(failures: Failures, tmp_path) -> None:
     right = {name: (of_pairs[0][name] + of_pairs[1][name]) / 2 for name in of_pairs[0]}
     with integration.register():
         for kind, plan in (("auto", "auto"), ("sequence", integration.sequence_plan(whole))):
-            model = loaded(tmp_path, plan, fsdp_size=2)
+            model = loaded_model(tmp_path, plan, fsdp_size=2)
             model.train()
             own = tokens[pair]
             model(own, labels=own, use_cache=False).loss.backward()
@@ -191,7 +175,7 @@ def test_inductor_fuses_all_of_transformers_own_styles(
     whole = saved(family, tmp_path)
     tokens = some_tokens(2, TOKENS)
     right = trained(whole, tokens)
-    model = loaded(tmp_path)
+    model = loaded_model(tmp_path)
     graphs = Graphs()
     logits = graphs.compile(lambda tokens: model(tokens, use_cache=False).logits)(tokens)
     loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
@@ -212,8 +196,8 @@ def test_models_generate_and_save(failures: Failures, tmp_path) -> None:
     whole = saved("llama", tmp_path).eval()
     tokens = some_tokens(2, 5)
     with integration.register():
-        model = loaded(tmp_path).eval()
-        sequence = loaded(tmp_path, integration.sequence_plan(whole)).eval()
+        model = loaded_model(tmp_path).eval()
+        sequence = loaded_model(tmp_path, integration.sequence_plan(whole)).eval()
     options = {
         "attention_mask": torch.ones_like(tokens),
         "max_new_tokens": 6,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures, message_of
-from frameworks import SMALL_MODEL, needs_transformers
-from operands import as_torchrun_places, difference, rank_device
+from frameworks import SMALL_MODEL, drawn_model, loaded_model, needs_transformers
+from operands import difference, rank_device
 from overlap_torch.integrations import transformers as integration
 
 pytestmark = needs_transformers
@@ -27,25 +27,15 @@ def loaded(
     **more,
 ):
     """A model of random weights, its norms too, by this package's styles."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers import AutoConfig
 
     sizes = SMALL_MODEL | {"hidden_size": 32, "num_hidden_layers": LAYERS, "head_dim": 8}
-    config = AutoConfig.for_model(family, **sizes, **more)
     if dist.get_rank() == 0:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-        model.save_pretrained(folder)
+        config = AutoConfig.for_model(family, **sizes, **more)
+        drawn_model(config, dtype=dtype).save_pretrained(folder)
     dist.barrier()
-    distributed = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
-    styles = integration.register() if registers else contextlib.nullcontext()
-    with as_torchrun_places(), styles:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, distributed_config=distributed, dtype=dtype
-        )
+    with integration.register() if registers else contextlib.nullcontext():
+        return loaded_model(folder, plan, dtype=dtype)
 
 
 def tokens_of(*shape: int) -> torch.Tensor:
