@@ -290,13 +290,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def distributed_like(leaf: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """This rank's part as the leaf is: a DTensor if that is one."""
-    if not isinstance(leaf, DTensor):
-        return part
-    return wrap(part, leaf.device_mesh, leaf.placements, leaf.shape)
-
-
 @pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
 @sequence_or_not
 @every_kind
@@ -321,7 +314,9 @@ def test_second_order_of_nn_layers(
         factors = [form.cut_output(one).clone().requires_grad_() for one in operands[1]]
         leaves = [input, *(layer.get_parameter(name) for name in names)]
         parts = [
-            distributed_like(leaf, cut(vector))
+            wrap(cut(vector), leaf.device_mesh, leaf.placements, leaf.shape)
+            if isinstance(leaf, DTensor)
+            else cut(vector)
             for leaf, cut, vector in zip(leaves, cuts, vectors, strict=False)
         ]
         got = hessian_products(form.call(layer, input, tokens), factors, leaves, parts)

@@ -25,11 +25,6 @@ def prepare(case: Case, seeds: range) -> tuple[list[Operands], list[torch.Tensor
     return operands, [expected_output(case, world, device, seed) for seed in seeds]
 
 
-def foreign_collectives(group: dist.ProcessGroup, tensors: list[torch.Tensor]) -> list[dist.Work]:
-    """All-reduces that know nothing of the ops, in flight."""
-    return [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
-
-
 def check_foreign(failures: Failures, tensors: list[torch.Tensor], *where: object) -> None:
     world = dist.get_world_size()
     for index, tensor in enumerate(tensors):
@@ -79,7 +74,9 @@ def run_beside_foreign(
         place = (rank + turn) % 3
         for position in range(3):
             if position == place:
-                works += foreign_collectives(foreign_group, tensors)
+                works += [
+                    dist.all_reduce(one, group=foreign_group, async_op=True) for one in tensors
+                ]
             if position == 2:
                 break
             operands = prepared[position][0][turn % 4]

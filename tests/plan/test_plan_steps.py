@@ -8,7 +8,7 @@ import pytest
 
 from machines import ada, big, cpu, hopper, slow
 from overlap_torch import _plan
-from overlap_torch.plan import Machine, Plan, Problem
+from overlap_torch.plan import Machine, Plan
 from overlap_torch.plan.types import Kernel, Op, Resources
 from tests import _plan_test
 
@@ -28,10 +28,6 @@ def steps(plan: Plan, rank: int, machine: Machine = MACHINES["peers"], **variant
 
     text = _plan.steps_json(plan, rank, machine, **variant)
     return json.loads(text, object_pairs_hook=once)
-
-
-def all_to_all(world: int) -> Problem:
-    return big(op=Op.GEMM_ALLTOALL, n=4096, k=1024, world_size=world)
 
 
 def test_plan_steps_of_a_capture_stage_outside_of_the_window() -> None:
@@ -63,7 +59,8 @@ def test_plan_steps_refuse_what_does_not_fit_the_plan() -> None:
         steps(plan, 0, send_rows=[1, 1])
     with pytest.raises(ValueError, match="weights are for plans of allgather_gemm"):
         steps(plan, 0, weights=[(8, True)])
-    rows = _plan.make_all_to_all(all_to_all(2), Kernel.SM90_PINGPONG, Resources(comm_sms=16), 16)
+    exchange = big(op=Op.GEMM_ALLTOALL, n=4096, k=1024, world_size=2)
+    rows = _plan.make_all_to_all(exchange, Kernel.SM90_PINGPONG, Resources(comm_sms=16), 16)
     with pytest.raises(ValueError, match="some below 0; the plan's op takes one of 0 or more for"):
         steps(rows, 0, send_rows=[1, -1], receive_rows=[1, 1])
     gather = _plan.make_sequential(

@@ -168,24 +168,17 @@ def test_trace_counts_from_the_first_call_of_each_device():
 
 
 def test_trace_picture_explains_every_mark_and_has_the_sequence_above(tmp_path):
-    pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib")
     chunks = (Chunk(0, 1.0, 2.0, 6.0), Chunk(1, 6.0, 7.0, 9.0))
     call = Call("gemm_allreduce", 3, 4, 5, "float32", 2, "g", "cpu", 0.0, 5.0, 10.0, chunks)
     bars = [Bar(0.0, 6.0, "blue", "GEMM"), Bar(6.0, 20.0, "red", "all-reduce")]
     path = tmp_path / "picture.svg"
-    with matplotlib_text():
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # words are text
         timeline.write_picture({"rank 0": [call]}, path, "title", before={"in turn": bars})
     words = re.findall(r">([^<>]+)</text>", path.read_text())
     assert words[words.index("in turn") :][:3] == ["in turn", "rank 0: GEMM", "communication"]
     assert {"GEMM", "all-reduce", "50% hidden", "0", "1", "a chunk is ready"} <= set(words)
     assert {"communication, with the chunk's number", "the GEMM has ended"} <= set(words)
-
-
-def matplotlib_text():
-    """SVG in which words are text."""
-    import matplotlib
-
-    return matplotlib.rc_context({"svg.fonttype": "none"})
 
 
 @pytest.mark.ranks((2, "gloo"))
