@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -221,25 +222,15 @@ def test_fp8_layers_have_their_gradients(failures: Failures, fp8: str) -> None:
 @pytest.mark.ranks((2, "gloo"))
 def test_fp8_casts_an_input_once_for_several_weights(failures: Failures) -> None:
     """An input is cast once for q, k and v, forward; and one gather brings it."""
-    casts = []
-    own = _fp8.scaled
-
-    def counted(tensor, *arguments, **keywords):
-        casts.append(tuple(tensor.shape))
-        return own(tensor, *arguments, **keywords)
-
     layer = ColumnParallelLinear(
         16, [8, 4, 4], group=world_name(), sequence_parallel=True, fp8="rowwise"
     )
     layer.to(rank_device())
     x = torch.randn(6, 16, device=rank_device())
-    _fp8.scaled = counted
-    try:
+    with mock.patch.object(_fp8, "scaled", wraps=_fp8.scaled) as casts:
         layer(x)
-    finally:
-        _fp8.scaled = own
-    inputs = [shape for shape in casts if shape == (6, 16)]
-    failures.equal(len(inputs), 1, "casts")
+    shapes = [tuple(call.args[0].shape) for call in casts.call_args_list]
+    failures.equal(shapes.count((6, 16)), 1, "casts")
     failures.holds("float8_e4m3fn row_wise to float32", str(overlap_torch.report()), "report")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -123,16 +124,11 @@ def check_files(failures: Failures, folder: str) -> None:
     with open(f"{folder}/timeline{rank}.png", "rb") as file:
         failures.equal(file.read(4), b"\x89PNG", "picture", "is no PNG")
     failures.raises("no call to draw", overlap_torch.trace().plot, f"{folder}/none{rank}.png")
-    found = sys.modules["matplotlib.figure"]
-    sys.modules["matplotlib.figure"] = None
-    message = ""
-    try:
+    with (
+        mock.patch.dict(sys.modules, {"matplotlib.figure": None}),
+        pytest.raises(ImportError, match="pip install matplotlib"),
+    ):
         traced.plot(f"{folder}/none{rank}.png")
-    except ImportError as error:
-        message = str(error)
-    finally:
-        sys.modules["matplotlib.figure"] = found
-    failures.holds("pip install matplotlib", message, "no matplotlib")
 
 
 @pytest.mark.ranks((2, "gloo"))
