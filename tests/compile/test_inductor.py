@@ -17,7 +17,7 @@ from torch.nn.functional import linear, rms_norm
 import rank_pool
 from checks import Failures
 from graphs import OPS, Graphs
-from operands import difference, integers, rank_device, subgroup
+from operands import integers, rank_device, subgroup
 from overlap_torch._inductor.fusion import Settings
 from overlap_torch.plan import Problem, use_plan
 from overlap_torch.plan.templates import row_panels
@@ -163,8 +163,7 @@ def tensors_of(tensors: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> 
 
 def compare(failures: Failures, found: Any, right: Any, *where: object) -> None:
     found, right = ([r] if isinstance(r, torch.Tensor) else list(r) for r in (found, right))
-    for one, other in zip(found, right, strict=True):
-        failures.expect(difference(one, other), *where)
+    failures.expect_equal(found, right, *where)
 
 
 def check_patterns(

@@ -57,8 +57,8 @@ class Failures:
         self, outputs: Sequence[torch.Tensor], right: Sequence[torch.Tensor], *where: object
     ) -> None:
         """Each output bit for bit, and as many as are right."""
-        for output, value in zip(outputs, right, strict=True):
-            self.expect(difference(output, value), *where)
+        for i, (output, value) in enumerate(zip(outputs, right, strict=True)):
+            self.expect(difference(output, value), *where, i)
 
     def result(self) -> tuple[int, list[str]]:
         return self.checks, self.lines
