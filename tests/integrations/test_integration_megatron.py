@@ -19,10 +19,7 @@ from frameworks import megatron_gpt as gpt
 from layers import OPS_OF_LAYERS, integers, my_features, my_tokens, ops_called
 from operands import difference, rank_device
 
-pytestmark = [
-    needs_megatron,
-    pytest.mark.ranks((2, "gloo"), (2, "nccl")),
-]
+pytestmark = [needs_megatron, pytest.mark.ranks((2, "gloo"), (2, "nccl"))]
 
 TOKENS, BATCH, IN, OUT = 6, 3, 8, 12
 

@@ -16,10 +16,7 @@ from layers import integers, my_features, my_tokens, ops_called
 from operands import difference, world_name
 from overlap_torch.integrations import torchtitan
 
-pytestmark = [
-    needs_torchtitan,
-    pytest.mark.ranks((2, "gloo")),
-]
+pytestmark = [needs_torchtitan, pytest.mark.ranks((2, "gloo"))]
 
 TOKENS, K, N = 12, 8, 6
 

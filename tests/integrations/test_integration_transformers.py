@@ -198,11 +198,7 @@ def test_models_generate_and_save(failures: Failures, tmp_path) -> None:
     with integration.register():
         model = loaded_model(tmp_path).eval()
         sequence = loaded_model(tmp_path, integration.sequence_plan(whole)).eval()
-    options = {
-        "attention_mask": torch.ones_like(tokens),
-        "max_new_tokens": 6,
-        "do_sample": False,
-    }
+    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 6, "do_sample": False}
     written = []
     counted = op_counts(lambda: written.append(model.generate(tokens, **options)))
     right = whole.generate(tokens, **options)

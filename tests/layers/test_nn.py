@@ -13,13 +13,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from checks import Failures, message_of
-from layers import (
-    OPS_OF_LAYERS,
-    integers,
-    my_part,
-    my_tokens,
-    ops_called,
-)
+from layers import OPS_OF_LAYERS, integers, my_part, my_tokens, ops_called
 from modes import SeesDispatches
 from operands import difference, rank_device, subgroup, world_name
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, token_slice

@@ -186,13 +186,9 @@ def test_attention_by_callers_kernels_is_the_whole_sequences(failures: Failures)
                 dist.all_gather(shares, tensor.detach().contiguous())
                 whole.append(torch.cat(shares, 1).requires_grad_())
             again = slopes.detach().clone().requires_grad_()
-            work = mock.Mock(
-                queries=(0, 4 * world),
-                keys=(0, 4 * world),
-                causal=True,
-                scale=8**-0.5,
-                per_head=(again,),
-            )
+            tokens = (0, 4 * world)
+            given = {"queries": tokens, "keys": tokens, "causal": True, "scale": 8**-0.5}
+            work = mock.Mock(**given, per_head=(again,))
             right = with_slopes(*whole, work)
             right.square().sum().backward()
             pairs = [(output, right.split(4, 1)[rank]), (slopes.grad, again.grad)]
@@ -410,10 +406,7 @@ def problems_over_peers() -> list[tuple[list[torch.Tensor], dict]]:
         ((8, 4, 128), {"head_parts": 1, "chunks": 2, "causal": True, "tokens": "zigzag"}),
     ]
     return [
-        (
-            operands((heads, 64), (kv, 64), (kv, 64), tokens=tokens, dtype=torch.bfloat16),
-            keywords,
-        )
+        (operands((heads, 64), (kv, 64), (kv, 64), tokens=tokens, dtype=torch.bfloat16), keywords)
         for (heads, kv, tokens), keywords in cases
     ]
 

@@ -93,10 +93,7 @@ def test_planner_between_two_m_loses_little_on_the_whole(machine, world):
         for m in range(300, 16_000, 653):
             m = -(-m // world) * world if op != Op.GEMM_ALLREDUCE else m
             problem = Problem(m, 8192, 3584, "bfloat16", world, op)
-            taken, whole = (
-                make_plan_between(problem, machine),
-                make_plan(problem, machine),
-            )
+            taken, whole = (make_plan_between(problem, machine), make_plan(problem, machine))
             losses.append(math.log(total(taken, machine) / total(whole, machine)))
         assert sum(losses) / len(losses) < 0.01, op
 

@@ -114,10 +114,7 @@ def over_peers(world: int) -> list[Plan]:
     made += [at_once(problem(op, 512), kernel=Kernel.SM90_PINGPONG) for op in reductions]
     made += [at_once(problem(op, 512)) for op in (*reductions, Op.ALLGATHER_GEMM)]
     few = Problem(8, 1024, 256, DType.BFLOAT16, world)
-    made += [
-        at_once(few),
-        at_once(few, kernel=Kernel.SM90_PINGPONG, schedule="sequential"),
-    ]
+    made += [at_once(few), at_once(few, kernel=Kernel.SM90_PINGPONG, schedule="sequential")]
     for comm_sms in (0, 2):
         gather = problem(Op.ALLGATHER_GEMM)
         made.append(row_panels(gather, 2, comm_sms=comm_sms, **ring))
