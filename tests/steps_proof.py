@@ -49,51 +49,26 @@ ONE_LAUNCH.profile = Profile.load(Path(__file__).parent / "profiles/one_launch.j
 # Where the planner's candidates have all structures that they have anywhere, as `make test-plans` checks.
 CANDIDATES = {
     Op.GEMM_ALLREDUCE: [
-        ("hopper", (96, 24, 8)),
-        ("hopper", (2049, 130, 8192)),
-        ("hopper", (3000, 5120, 1368)),
-        ("hopper", (4095, 1000, 1000)),
-        ("hopper", (131072, 12288, 3072)),
-        ("hopper without peers", (512, 8192, 7168)),
-        ("hopper without windows", (1024, 8192, 7168)),
-        ("hopper without windows", (16384, 8192, 7168)),
-        ("hopper, slow peers", (1024, 16384, 4096)),
-        ("hopper on PCIe", (1024, 8192, 7168)),
-        ("hopper on PCIe", (16384, 8192, 7168)),
-        ("hopper of 16 SMs", (3000, 5120, 1368)),
-        ("hopper of 16 SMs", (4095, 1000, 1000)),
-        ("hopper of 16 SMs", (131072, 12288, 3072)),
-        ("ampere", (128, 8192, 7168)),
-        ("cpu", (4096, 8192, 7168)),
-    ],
+        ("hopper", (96, 24, 8)), ("hopper", (2049, 130, 8192)), ("hopper", (3000, 5120, 1368)), ("hopper", (4095, 1000, 1000)),
+        ("hopper", (131072, 12288, 3072)), ("hopper without peers", (512, 8192, 7168)),
+        ("hopper without windows", (1024, 8192, 7168)), ("hopper without windows", (16384, 8192, 7168)),
+        ("hopper, slow peers", (1024, 16384, 4096)), ("hopper on PCIe", (1024, 8192, 7168)),
+        ("hopper on PCIe", (16384, 8192, 7168)), ("hopper of 16 SMs", (3000, 5120, 1368)),
+        ("hopper of 16 SMs", (4095, 1000, 1000)), ("hopper of 16 SMs", (131072, 12288, 3072)), ("ampere", (128, 8192, 7168)),
+        ("cpu", (4096, 8192, 7168))],
     Op.GEMM_REDUCESCATTER: [
-        ("hopper", (3000, 5120, 1368)),
-        ("hopper", (4095, 1000, 1000)),
-        ("hopper", (16384, 8192, 7168)),
-        ("hopper without peers", (3000, 5120, 1368)),
-        ("hopper without peers", (131072, 12288, 3072)),
-        ("hopper without windows", (3000, 5120, 1368)),
-        ("hopper without windows", (8192, 8192, 2048)),
-        ("hopper on PCIe", (3000, 5120, 1368)),
-        ("hopper on PCIe", (131072, 12288, 3072)),
-        ("ampere without kernels", (3000, 5120, 1368)),
-        ("ampere without kernels", (4096, 8192, 7168)),
-        ("cpu", (3000, 5120, 1368)),
-        ("cpu", (4096, 8192, 7168)),
-        ("cpu", (8192, 8192, 7168)),
-    ],
+        ("hopper", (3000, 5120, 1368)), ("hopper", (4095, 1000, 1000)), ("hopper", (16384, 8192, 7168)),
+        ("hopper without peers", (3000, 5120, 1368)), ("hopper without peers", (131072, 12288, 3072)),
+        ("hopper without windows", (3000, 5120, 1368)), ("hopper without windows", (8192, 8192, 2048)),
+        ("hopper on PCIe", (3000, 5120, 1368)), ("hopper on PCIe", (131072, 12288, 3072)),
+        ("ampere without kernels", (3000, 5120, 1368)), ("ampere without kernels", (4096, 8192, 7168)),
+        ("cpu", (3000, 5120, 1368)), ("cpu", (4096, 8192, 7168)), ("cpu", (8192, 8192, 7168))],
     Op.ALLGATHER_GEMM: [
-        ("hopper", (16384, 8192, 7168)),
-        ("hopper without peers", (32768, 8192, 28672)),
-        ("hopper without its kernels", (16384, 8192, 7168)),
-        ("hopper on PCIe", (32768, 8192, 28672)),
-        ("hopper of 16 SMs", (2049, 130, 8192)),
-        ("ada", (16384, 8192, 7168)),
-        ("ampere", (4096, 8192, 7168)),
-        ("cpu", (4096, 8192, 7168)),
-        ("cpu", (8192, 8192, 7168)),
-    ],
-}
+        ("hopper", (16384, 8192, 7168)), ("hopper without peers", (32768, 8192, 28672)),
+        ("hopper without its kernels", (16384, 8192, 7168)), ("hopper on PCIe", (32768, 8192, 28672)),
+        ("hopper of 16 SMs", (2049, 130, 8192)), ("ada", (16384, 8192, 7168)), ("ampere", (4096, 8192, 7168)),
+        ("cpu", (4096, 8192, 7168)), ("cpu", (8192, 8192, 7168))],
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +138,7 @@ def covering_problems() -> Iterator[tuple[Machine, Problem]]:
 
 def by_hand() -> Iterator[Case]:
     """Plans that users set and the planner does not: other chunks, lanes, kernels, layouts; several weights."""
+    over_nccl = {"transport": "nccl"}
     for world in (2, 3, 8):
         problems = {
             op: Problem(2048 * world, 2048 - 40, 512, DType.BFLOAT16, world, op)
@@ -172,34 +148,17 @@ def by_hand() -> Iterator[Case]:
             for kernel, window in itertools.product(
                 (Kernel.LIBRARY, Kernel.SM80, Kernel.SM90_COOPERATIVE), (False, True)
             ):
-                yield from variants(
-                    plans.templates.row_panels(
-                        problem,
-                        chunks,
-                        kernel=kernel,
-                        lanes=lanes,
-                        window=window,
-                        comm_sms=32,
-                        max_ctas=8,
-                        transport="nccl",
-                    ),
-                    PEERS,
-                )
+                how = {"kernel": kernel, "lanes": lanes, "window": window, "comm_sms": 32}
+                made = plans.templates.row_panels(problem, chunks, max_ctas=8, **how, **over_nccl)
+                yield from variants(made, PEERS)
         reduces = problems[Op.GEMM_ALLREDUCE]
         for collective in (Collective.ALL_REDUCE, Collective.EXCHANGE)[: 2 if world == 2 else 1]:
             for chunks, lanes, window in itertools.product((1, 5), (1, 2), (False, True)):
-                packed = plans.templates.packed(
-                    reduces,
-                    chunks,
-                    kernel=Kernel.SM90_PINGPONG,
-                    lanes=lanes,
-                    window=window,
-                    comm_sms=16,
-                    max_ctas=8,
-                    transport="nccl",
-                    collective=collective,
+                how = {"lanes": lanes, "window": window, "comm_sms": 16, "collective": collective}
+                how |= {"kernel": Kernel.SM90_PINGPONG, "max_ctas": 8}
+                yield from variants(
+                    plans.templates.packed(reduces, chunks, **how, **over_nccl), PEERS
                 )
-                yield from variants(packed, PEERS)
         for kernel, comm_sms in itertools.product((Kernel.SM80, Kernel.SM90_PINGPONG), (0, 2)):
             gather = plans.templates.row_panels(
                 problems[Op.ALLGATHER_GEMM], 3, kernel=kernel, comm_sms=comm_sms, transport="peer"

@@ -77,23 +77,6 @@ ONE = ((), "scale")
 OF_X, OF_W = ((6, 1), "scale"), ((16, 1), "scale")
 
 
-def bias_behind(c, x, w, s, t, b):
-    return c.all_reduce(c.scaled(x, w, s, t)) + b
-
-
-def bias_of_every_rank(c, x, w, s, t, b):
-    return c.reduce_scatter(c.scaled(x, w, s, t, b, BF16))
-
-
-def sliced(c, x, w, s, t):
-    return c.all_reduce(c.named(x, w, s, t, ScalingType.RowWise)[1:, :-1])
-
-
-def scattered_heads(c, x, w, s, t):
-    """[B, S, N], cut along the sequence."""
-    return c.reduce_scatter(c.scaled(x, w, s, t), 1)
-
-
 def gathered_with_scales(c, x, w, v, s, t, u):
     """Rows and their scales are gathered apart; others read both."""
     g, of_g = c.all_gather(x, 1), c.all_gather(s, 1)
@@ -125,80 +108,46 @@ def scales_by_views(c, x, w, s, t):
 
 
 PATTERNS = {
-    "numbers, all-reduce": Pattern(
-        lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t)), (X, W, ONE, ONE), "gemm_allreduce"
-    ),
+    "numbers, all-reduce": Pattern(lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t)), (X, W, ONE, ONE), "gemm_allreduce"),
     "numbers, average": Pattern(
-        lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t), "avg"),
-        (X, W, ((1,), "scale"), ((1, 1), "scale")),
-        "gemm_allreduce",
-    ),
+        lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t), "avg"), (X, W, ((1,), "scale"), ((1, 1), "scale")),
+        "gemm_allreduce"),
     "rows, all-reduce, bias behind": Pattern(
-        bias_behind,
-        (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W, ((16,), F32)),
-        "gemm_allreduce",
-    ),
+        lambda c, x, w, s, t, b: c.all_reduce(c.scaled(x, w, s, t)) + b,
+        (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W, ((16,), F32)), "gemm_allreduce"),
     "rows, e5m2, slice": Pattern(
-        sliced, (((6, 16), E5M2), W, OF_X, ((1, 16), "scale")), "gemm_allreduce"
-    ),
+        lambda c, x, w, s, t: c.all_reduce(c.named(x, w, s, t, ScalingType.RowWise)[1:, :-1]),
+        (((6, 16), E5M2), W, OF_X, ((1, 16), "scale")), "gemm_allreduce"),
     "numbers, bias of every rank": Pattern(
-        bias_of_every_rank,
-        (X, W, ONE, ONE, ((16,), BF16)),
-        "gemm_reducescatter all_reduce",
-        "gemm_reducescatter",
-    ),
+        lambda c, x, w, s, t, b: c.reduce_scatter(c.scaled(x, w, s, t, b, BF16)), (X, W, ONE, ONE, ((16,), BF16)),
+        "gemm_reducescatter all_reduce", "gemm_reducescatter"),
     "rows, reduce-scatter of dim 1": Pattern(
-        scattered_heads, (((3, 4, 16), E4M3), W, ((3, 4, 1), "scale"), OF_W), "gemm_reducescatter"
+        lambda c, x, w, s, t: c.reduce_scatter(c.scaled(x, w, s, t), 1),  # [B, S, N], cut along the sequence
+        (((3, 4, 16), E4M3), W, ((3, 4, 1), "scale"), OF_W), "gemm_reducescatter"
     ),
     "rows, reduce-scatter of columns": Pattern(
-        lambda c, x, w, s, t: c.reduce_scatter(c.scaled(x, w, s, t), 1),
-        (X, W, OF_X, OF_W),
-        "gemm_reducescatter",
-    ),
+        lambda c, x, w, s, t: c.reduce_scatter(c.scaled(x, w, s, t), 1), (X, W, OF_X, OF_W), "gemm_reducescatter"),
     "named rows, reduce-scatter": Pattern(
         lambda c, x, w, s, t: c.reduce_scatter(c.named(x, w, s, t, ScalingType.RowWise)),
-        (X, W, ((6,), "scale"), ((16,), "scale")),
-        "gemm_reducescatter",
-    ),
+        (X, W, ((6,), "scale"), ((16,), "scale")), "gemm_reducescatter"),
     "named numbers, all-reduce": Pattern(
-        lambda c, x, w, s, t: c.all_reduce(c.named(x, w, s, t, ScalingType.TensorWise)),
-        (X, W, ONE, ONE),
-        "gemm_allreduce",
-    ),
-    "numbers, all-gather of bytes": Pattern(
-        gathered_as_bytes, (X, W, W, ONE, ONE), "allgather_gemm", "allgather_gemm.weights"
-    ),
+        lambda c, x, w, s, t: c.all_reduce(c.named(x, w, s, t, ScalingType.TensorWise)), (X, W, ONE, ONE), "gemm_allreduce"),
+    "numbers, all-gather of bytes": Pattern(gathered_as_bytes, (X, W, W, ONE, ONE), "allgather_gemm", "allgather_gemm.weights"),
     "numbers, all-gather of dim 1": Pattern(
-        lambda c, x, w, s, t, b: c.scaled(c.all_gather(x, 1), w, s, t, b, BF16),
-        (((2, 3, 16), E4M3), W, ONE, ONE, ((16,), BF16)),
-        "allgather_gemm",
-    ),
+        lambda c, x, w, s, t, b: c.scaled(c.all_gather(x, 1), w, s, t, b, BF16), (((2, 3, 16), E4M3), W, ONE, ONE, ((16,), BF16)),
+        "allgather_gemm"),
     "numbers, all-gather of dim 1, joined as bytes": Pattern(
-        gathered_joined_as_bytes, (((2, 3, 16), E4M3), W, ONE, ONE), "allgather_gemm"
-    ),
+        gathered_joined_as_bytes, (((2, 3, 16), E4M3), W, ONE, ONE), "allgather_gemm"),
     "numbers, all-gather, cast": Pattern(
-        lambda c, x, w, s, t: c.scaled(c.all_gather(x).to(E4M3), w, s, t),
-        (((6, 16), F32), W, ONE, ONE),
-        "allgather_gemm",
-    ),
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x).to(E4M3), w, s, t), (((6, 16), F32), W, ONE, ONE), "allgather_gemm"),
     "rows, all-gather of dim 1": Pattern(
-        gathered_with_scales,
-        (((2, 3, 16), E4M3), W, ((32, 16), E4M3), ((2, 3, 1), "scale"), OF_W, ((32, 1), "scale")),
-        "allgather_gemm",
-        "allgather_gemm.weights allgather_gemm.weights",
-    ),
+        gathered_with_scales, (((2, 3, 16), E4M3), W, ((32, 16), E4M3), ((2, 3, 1), "scale"), OF_W, ((32, 1), "scale")),
+        "allgather_gemm", "allgather_gemm.weights allgather_gemm.weights"),
     "rows, all-gather by views": Pattern(
-        scales_by_views,
-        (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W),
-        "allgather_gemm",
-        "allgather_gemm allgather_gemm",
-    ),
+        scales_by_views, (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W), "allgather_gemm", "allgather_gemm allgather_gemm"),
     "all-gather, reduce-scatter": Pattern(
-        gathered_and_scattered,
-        (X, W, ((32, 16), E4M3), ONE, ONE),
-        "allgather_gemm gemm_reducescatter",
-    ),
-}
+        gathered_and_scattered, (X, W, ((32, 16), E4M3), ONE, ONE), "allgather_gemm gemm_reducescatter"),
+}  # fmt: skip
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
@@ -232,24 +181,6 @@ def test_inductor_compiles_gemms_with_scales(failures: Failures) -> None:
 # --- what is not fused ----------------------------------------------------------------------------------------
 
 
-def two_products(c, x, w, v, s, t):
-    return c.all_reduce(c.scaled(x, w, s, t) + c.scaled(x, v, s, t))
-
-
-def of_blocks(c, x, w, s, t):
-    y = torch._scaled_mm(x, w.t(), s, t, out_dtype=BF16)
-    return c.reduce_scatter(y)
-
-
-def to_fp8(c, x, w, s, t):
-    return c.all_reduce(c.scaled(x, w, s, t, out=E4M3))
-
-
-def read_in_another_order(c, x, w, s, t):
-    """As many scales as rows, but of other rows."""
-    return c.scaled(c.all_gather(x, 1), w, c.all_gather(s), t)
-
-
 def scaled_by_what_is_gathered(c, x, w, s, t):
     g = c.all_gather(x)
     return c.scaled(g, w, g.float().abs().amax(), t)
@@ -257,45 +188,32 @@ def scaled_by_what_is_gathered(c, x, w, s, t):
 
 # Why computations are not fused (a part of what is said of each collective), and whether it counts as missed.
 REFUSED = {
-    "sum": (two_products, (X, W, W, ONE, ONE), ("a sum of 2 GEMMs with scales", True)),
+    "sum": (
+        lambda c, x, w, v, s, t: c.all_reduce(c.scaled(x, w, s, t) + c.scaled(x, v, s, t)),
+        (X, W, W, ONE, ONE), ("a sum of 2 GEMMs with scales", True)),
     "blocks": (
-        of_blocks,
+        lambda c, x, w, s, t: c.reduce_scatter(torch._scaled_mm(x, w.t(), s, t, out_dtype=BF16)),
         (((16, 256), E4M3), ((128, 256), E4M3), ((16, 2), "scale"), ((2, 1), "scale")),
-        ("aten._scaled_mm with scales of shapes [16, 2] and [2, 1]", True),
-    ),
-    "fp8 output": (to_fp8, (X, W, ONE, ONE), ("result is in float8_e4m3fn", True)),
+        ("aten._scaled_mm with scales of shapes [16, 2] and [2, 1]", True)),
+    "fp8 output": (lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t, out=E4M3)), (X, W, ONE, ONE), ("result is in float8_e4m3fn", True)),
     "scales of all rows": (
-        lambda c, x, w, s, t: c.scaled(c.all_gather(x), w, s, t),
-        (X, W, ((12, 1), "scale"), OF_W),
-        ("which are not gathered as the rows are", True),
-    ),
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x), w, s, t), (X, W, ((12, 1), "scale"), OF_W),
+        ("which are not gathered as the rows are", True)),
     "scales of other rows": (
-        read_in_another_order,
+        # As many scales as rows, but of other rows.
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x, 1), w, c.all_gather(s), t),
         (((2, 2, 16), E4M3), W, ((2, 2, 1), "scale"), OF_W),
         ("which are not gathered as the rows are", True),
         ("it gathers scales of a GEMM's operand", False),
     ),
-    "scales that depend": (
-        scaled_by_what_is_gathered,
-        (X, W, ONE, ONE),
-        ("scales depend on it", True),
-    ),
+    "scales that depend": (scaled_by_what_is_gathered, (X, W, ONE, ONE), ("scales depend on it", True)),
     "part of the rows": (
-        lambda c, x, w, s, t: c.scaled(c.all_gather(x)[:4], w, c.all_gather(s)[:4], t),
-        (X, W, OF_X, OF_W),
-        ("reads a part of it, with scales of rows", True),
-        ("it gathers scales of a GEMM's operand", False),
-    ),
-    "weight": (
-        lambda c, x, w, s, t: c.scaled(x, c.all_gather(w), s, t),
-        (X, W, ONE, ONE),
-        ("it gathers a weight", False),
-    ),
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x)[:4], w, c.all_gather(s)[:4], t), (X, W, OF_X, OF_W),
+        ("reads a part of it, with scales of rows", True), ("it gathers scales of a GEMM's operand", False)),
+    "weight": (lambda c, x, w, s, t: c.scaled(x, c.all_gather(w), s, t), (X, W, ONE, ONE), ("it gathers a weight", False)),
     "second operand": (
-        lambda c, x, w, s, t: c.scaled(x, c.all_gather((w.float() * 2).to(E4M3)), s, t),
-        (X, W, ONE, ONE),
-        ("the second operand of a GEMM with scales", False),
-    ),
+        lambda c, x, w, s, t: c.scaled(x, c.all_gather((w.float() * 2).to(E4M3)), s, t), (X, W, ONE, ONE),
+        ("the second operand of a GEMM with scales", False)),
     "joined as bytes along K": (
         lambda c, x, w, s, t: c.scaled(
             torch.cat(
@@ -309,16 +227,12 @@ REFUSED = {
         ("along the dim that its GEMM sums over", False),
     ),
     "words of four": (
-        lambda c, x, w, s, t: c.scaled(c.all_gather(x.view(torch.int32)).view(E4M3), w, s, t),
-        (X, W, ONE, ONE),
-        ("aten._scaled_mm, reads it through aten.view, which the pass does not follow", True),
-    ),
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x.view(torch.int32)).view(E4M3), w, s, t), (X, W, ONE, ONE),
+        ("aten._scaled_mm, reads it through aten.view, which the pass does not follow", True)),
     "along K": (
-        lambda c, x, w, s, t: c.scaled(c.all_gather(x, 1), w, s, t),
-        (((6, 8), E4M3), W, ONE, ONE),
-        ("along the dim that its GEMM sums over", False),
-    ),
-}
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x, 1), w, s, t), (((6, 8), E4M3), W, ONE, ONE),
+        ("along the dim that its GEMM sums over", False)),
+}  # fmt: skip
 
 
 @pytest.mark.ranks((2, "gloo"))

@@ -19,10 +19,7 @@ from frameworks import megatron_gpt as gpt
 from layers import OPS_OF_LAYERS, integers, my_features, my_tokens, ops_called
 from operands import difference, rank_device
 
-pytestmark = [
-    needs_megatron,
-    pytest.mark.ranks((2, "gloo"), (2, "nccl")),
-]
+pytestmark = [needs_megatron, pytest.mark.ranks((2, "gloo"), (2, "nccl"))]
 
 TOKENS, BATCH, IN, OUT = 6, 3, 8, 12
 
@@ -279,8 +276,7 @@ def test_megatron_specs_hold_our_linears_outside_experts(failures: Failures) -> 
             if isinstance(module, (own_column, own_row)):
                 inside = "experts" in name or "output_layer" in name
                 right = {own_column, own_row} if inside else {column, row}
-                alike = type(module) in right
-                failures.expect(None if alike else f"is {type(module)}", name)
+                failures.holds(type(module), right, name)
 
     class Fallback(LocalSpecProvider):
         """With something that the protocol does not have."""

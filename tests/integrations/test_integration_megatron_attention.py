@@ -15,10 +15,7 @@ from frameworks import megatron_gpt as gpt
 from frameworks import megatron_groups, needs_megatron
 from operands import rank_device
 
-pytestmark = [
-    needs_megatron,
-    pytest.mark.ranks((2, "gloo"), (2, "nccl")),
-]
+pytestmark = [needs_megatron, pytest.mark.ranks((2, "gloo"), (2, "nccl"))]
 
 
 def attention_settings(**fields: object):

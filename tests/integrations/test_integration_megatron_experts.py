@@ -22,10 +22,7 @@ from frameworks import megatron_gpt as gpt
 from layers import ops_called
 from operands import difference, rank_device
 
-pytestmark = [
-    needs_megatron,
-    pytest.mark.ranks((1, "gloo"), (2, "gloo"), (4, "gloo"), (2, "nccl")),
-]
+pytestmark = [needs_megatron, pytest.mark.ranks((1, "gloo"), (2, "gloo"), (4, "gloo"), (2, "nccl"))]
 
 EXPERTS, HIDDEN, LEFT_OUT = 8, 16, 5
 ALL_TOKENS = {"moe_token_dispatcher_type": "allgather"}

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from checks import Failures
 from operands import difference
+from overlap_torch.integrations import sglang, vllm
 
 N = 16
 
@@ -24,8 +25,6 @@ def rows_of(rows: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"))
 def test_sglangs_norm_is_one_op_for_few_rows(failures: Failures) -> None:
     """As the composition says where the op takes the rows; SGLang's own function, with its arguments, elsewhere."""
-    from overlap_torch.integrations import sglang
-
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = []
 
@@ -42,14 +41,9 @@ def test_sglangs_norm_is_one_op_for_few_rows(failures: Failures) -> None:
         (rows_of(0, rank), rows_of(0, 9), gain, False),
         (rows_of(3, rank, torch.float32), rows_of(3, 9, torch.float32), gain.float(), False),
         (rows_of(3, rank), rows_of(3, 9), gain.float(), False),
-        (
-            rows_of(3, rank)[:, :12].contiguous(),
-            rows_of(3, 9)[:, :12].contiguous(),
-            gain[:12],
-            False,
-        ),
+        (rows_of(3, rank)[:, :12].contiguous(), rows_of(3, 9)[:, :12].contiguous(), gain[:12], False),
         (rows_of(3, rank).repeat(1, 2)[:, :N], rows_of(3, 9), gain, False),
-    ]
+    ]  # fmt: skip
     with installed("0.5.23", fusion):
         for i, (partial, residual, weight, ours) in enumerate(cases):
             given = []
@@ -84,8 +78,6 @@ def test_sglangs_norm_is_one_op_for_few_rows(failures: Failures) -> None:
 
 @pytest.mark.ranks((2, "gloo"))
 def test_vllms_layers_of_other_ranks_are_refused(failures: Failures) -> None:
-    from overlap_torch.integrations import vllm
-
     others = SimpleNamespace(device_group=dist.group.WORLD, world_size=4, rank_in_group=0)
     ours = vllm.layer_class(
         VllmLinear, Unquantized, tp_group=lambda: others, batch_invariant=lambda: False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from importlib import metadata
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import overlap_torch
 from checks import Failures
-from frameworks import SMALL_MODEL, needs_transformers
+from frameworks import SMALL_MODEL, drawn_model, loaded_model, needs_transformers
 from graphs import Graphs, expect_counts
 from layers import op_counts
 from meshes import whole_of
-from operands import as_torchrun_places, rank_device
+from operands import rank_device
 from overlap_torch.integrations import transformers as integration
 
 pytestmark = needs_transformers
@@ -37,34 +38,18 @@ def config_of(family: str):
     return LlamaConfig(**SMALL_MODEL, attention_bias=True, mlp_bias=True)
 
 
-def saved(family: str, folder: str):
+def saved(family: str, folder: Path):
     """The whole model, whose checkpoint rank 0 has put into the folder."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(family))
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases, too
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model = drawn_model(config_of(family))
     if dist.get_rank() == 0:
         model.save_pretrained(folder)
     dist.barrier()
     return model.to(rank_device())
 
 
-def loaded(folder: str, plan="auto", fsdp_size: int = 1):
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    fsdp = {"fsdp_size": fsdp_size} if fsdp_size > 1 else {}
-    config = DistributedConfig(tp_size=dist.get_world_size() // fsdp_size, tp_plan=plan, **fsdp)
-    with as_torchrun_places():
-        return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
-
-
-def loaded_with_styles(folder: str, plan="auto"):
+def loaded_with_styles(folder: Path, plan="auto"):
     with integration.register():
-        return loaded(folder, plan)
+        return loaded_model(folder, plan)
 
 
 def kinds_of_hidden_states(model, tokens: torch.Tensor) -> set[type]:
@@ -124,15 +109,14 @@ SEQUENCE_CALLS = {
 def test_models_train_as_with_transformers_own_styles(
     failures: Failures, family: str, tmp_path
 ) -> None:
-    folder = str(tmp_path)
-    whole = saved(family, folder)
+    whole = saved(family, tmp_path)
     tokens = some_tokens(2, TOKENS)
     right = trained(whole, tokens)
-    theirs = trained(loaded(folder), tokens)
+    theirs = trained(loaded_model(tmp_path), tokens)
     expect_same(failures, theirs, right, "transformers' own")
     with integration.register():
         sequence = integration.sequence_plan(config_of(family))
-        models = {"auto": loaded(folder), "sequence": loaded(folder, sequence)}
+        models = {"auto": loaded_model(tmp_path), "sequence": loaded_model(tmp_path, sequence)}
     for kind, calls in (("auto", AUTO_CALLS), ("sequence", SEQUENCE_CALLS)):
         found = {}
         counted = op_counts(lambda: found.update(trained(models[kind], tokens)))  # noqa: B023, called at once
@@ -142,7 +126,7 @@ def test_models_train_as_with_transformers_own_styles(
     for count, kind in ((TOKENS, torch.Tensor), (TOKENS - 1, DTensor)):
         kinds = kinds_of_hidden_states(models["sequence"], some_tokens(2, count))
         failures.equal(kinds, {kind}, "hidden states of", count)
-    models["sequence"] = loaded_with_styles(folder, sequence)
+    models["sequence"] = loaded_with_styles(tmp_path, sequence)
     models["sequence"].gradient_checkpointing_enable()
     expect_same(failures, trained(models["sequence"], tokens), right, "checkpointed")
     report = overlap_torch.report(models["auto"])
@@ -154,8 +138,7 @@ def test_models_train_as_with_transformers_own_styles(
 @pytest.mark.ranks((4, "gloo"), (4, "nccl"))
 def test_models_train_beside_fsdp(failures: Failures, tmp_path) -> None:
     """Two ranks that share a model's features, and FSDP over two such pairs, which have other tokens."""
-    folder = str(tmp_path)
-    whole = saved("llama", folder)
+    whole = saved("llama", tmp_path)
     pair = dist.get_rank() // 2
     tokens = [some_tokens(2, TOKENS), (some_tokens(2, TOKENS) + 11) % 60]
     of_pairs = []
@@ -166,7 +149,7 @@ def test_models_train_beside_fsdp(failures: Failures, tmp_path) -> None:
     right = {name: (of_pairs[0][name] + of_pairs[1][name]) / 2 for name in of_pairs[0]}
     with integration.register():
         for kind, plan in (("auto", "auto"), ("sequence", integration.sequence_plan(whole))):
-            model = loaded(folder, plan, fsdp_size=2)
+            model = loaded_model(tmp_path, plan, fsdp_size=2)
             model.train()
             own = tokens[pair]
             model(own, labels=own, use_cache=False).loss.backward()
@@ -189,11 +172,10 @@ def test_inductor_fuses_all_of_transformers_own_styles(
     failures: Failures, family: str, tmp_path
 ) -> None:
     """transformers' own styles, compiled with the pass."""
-    folder = str(tmp_path)
-    whole = saved(family, folder)
+    whole = saved(family, tmp_path)
     tokens = some_tokens(2, TOKENS)
     right = trained(whole, tokens)
-    model = loaded(folder)
+    model = loaded_model(tmp_path)
     graphs = Graphs()
     logits = graphs.compile(lambda tokens: model(tokens, use_cache=False).logits)(tokens)
     loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
@@ -211,17 +193,12 @@ def test_inductor_fuses_all_of_transformers_own_styles(
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_models_generate_and_save(failures: Failures, tmp_path) -> None:
     """Greedy, with a cache; tokens of an odd number, cut over the ranks; a checkpoint that is saved is the whole model's."""
-    folder = str(tmp_path)
-    whole = saved("llama", folder).eval()
+    whole = saved("llama", tmp_path).eval()
     tokens = some_tokens(2, 5)
     with integration.register():
-        model = loaded(folder).eval()
-        sequence = loaded(folder, integration.sequence_plan(whole)).eval()
-    options = {
-        "attention_mask": torch.ones_like(tokens),
-        "max_new_tokens": 6,
-        "do_sample": False,
-    }
+        model = loaded_model(tmp_path).eval()
+        sequence = loaded_model(tmp_path, integration.sequence_plan(whole)).eval()
+    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 6, "do_sample": False}
     written = []
     counted = op_counts(lambda: written.append(model.generate(tokens, **options)))
     right = whole.generate(tokens, **options)
@@ -230,9 +207,9 @@ def test_models_generate_and_save(failures: Failures, tmp_path) -> None:
     with torch.no_grad():
         found = {"logits": sequence(tokens).logits}
         expect_same(failures, found, {"logits": whole(tokens).logits}, "five tokens of two ranks")
-    model.save_pretrained(f"{folder}/again")
+    model.save_pretrained(f"{tmp_path}/again")
     dist.barrier()
-    again = type(whole).from_pretrained(f"{folder}/again").to(rank_device())
+    again = type(whole).from_pretrained(f"{tmp_path}/again").to(rank_device())
     for (name, tensor), other in zip(
         whole.state_dict().items(), again.state_dict().values(), strict=True
     ):
@@ -242,12 +219,11 @@ def test_models_generate_and_save(failures: Failures, tmp_path) -> None:
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_a_norm_without_a_style_is_refused(failures: Failures, tmp_path) -> None:
     """A norm whose gradient would be that of this rank's tokens is refused, as DTensors do it; without gradients it is right."""
-    folder = str(tmp_path)
-    whole = saved("llama", folder)
+    whole = saved("llama", tmp_path)
     tokens = some_tokens(2, TOKENS)
     plan = integration.sequence_plan(whole)
     del plan["model.layers.*.input_layernorm"]
-    model = loaded_with_styles(folder, plan)
+    model = loaded_with_styles(tmp_path, plan)
     failures.raises("mixed torch.Tensor and DTensor", trained, model, tokens)
     with torch.no_grad():
         found, right = ({"logits": each(tokens, use_cache=False).logits} for each in (model, whole))
@@ -280,7 +256,6 @@ def shared(name: str):
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_layers_with_cut_tokens_may_be_changed(failures: Failures, tmp_path) -> None:
     """Layers whose tokens are cut get the whole model's gradients, or raise an error."""
-    folder = str(tmp_path)
     tokens = some_tokens(2, TOKENS)
     changes = {
         "checkpointed norm": checkpointed("post_attention_layernorm"),
@@ -289,15 +264,15 @@ def test_layers_with_cut_tokens_may_be_changed(failures: Failures, tmp_path) -> 
         "shared MLP": shared("mlp"),
     }
     for name, change in changes.items():
-        whole = saved("llama", folder)
-        model = loaded_with_styles(folder, integration.sequence_plan(whole))
+        whole = saved("llama", tmp_path)
+        model = loaded_with_styles(tmp_path, integration.sequence_plan(whole))
         for each in (whole, model):
             change(each)
         expect_same(failures, trained(model, tokens), trained(whole, tokens), name)
-    whole = saved("llama", folder)
+    whole = saved("llama", tmp_path)
     plan = integration.sequence_plan(whole)
     plan |= {name: "sequence_parallel" for name in plan if "layernorm" in name}
-    model = loaded_with_styles(folder, plan)
+    model = loaded_with_styles(tmp_path, plan)
     expect_same(failures, trained(model, tokens), trained(whole, tokens), "transformers' norms")
 
 
@@ -317,14 +292,13 @@ def test_other_layers_keep_transformers_styles_where_tokens_are_cut(
     failures: Failures, tmp_path
 ) -> None:
     """An output projection with transformers' style in a layer whose tokens are cut."""
-    folder = str(tmp_path)
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     class Adapted(torch.nn.Linear):
         pass
 
-    whole = saved("llama", folder)
-    model = type(whole).from_pretrained(folder).to(rank_device())
+    whole = saved("llama", tmp_path)
+    model = type(whole).from_pretrained(tmp_path).to(rank_device())
     for layer in model.model.layers:
         layer.self_attn.o_proj.__class__ = Adapted
     plan = expanded(model, integration.sequence_plan(whole))
@@ -426,16 +400,12 @@ def test_sequence_plan_refuses_what_it_does_not_know():
 
 
 def test_other_versions_are_refused():
-    with mock.patch.object(metadata, "version", lambda name: "5.3.1"):
-        message = message_of_import(integration.register)
+    patch = mock.patch.object(metadata, "version", lambda name: "5.3.1")
+    with patch, pytest.raises(ImportError) as raised:
+        integration.register()
+    message = str(raised.value)
     assert "transformers 5.3.1 is installed" in message and "transformers 5.23.*" in message
     assert "in the checkout `pip install '.[transformers]'`" in message
-
-
-def message_of_import(call) -> str:
-    with pytest.raises(ImportError) as raised:
-        call()
-    return str(raised.value)
 
 
 def test_nothing_is_imported_before_it_is_asked_for():

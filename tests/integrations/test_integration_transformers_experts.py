@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import overlap_torch
 from checks import Failures, close
-from frameworks import SMALL_MODEL, needs
+from frameworks import SMALL_MODEL, drawn_model, needs
 from layers import ops_called
 from operands import rank_device
 from overlap_torch.integrations import transformers as integration
@@ -40,15 +40,9 @@ def config_of(family: str):
 
 def model_of(family: str, implementation: str, shared_batch: bool):
     """A model with random weights, the same on all ranks, whose experts are cut over them."""
-    from transformers import AutoModelForCausalLM
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(family))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    model = model.to(rank_device())
+    model = drawn_model(config_of(family)).to(rank_device())
     shape = (1, dist.get_world_size()) if shared_batch else (dist.get_world_size(), 1)
     mesh = init_device_mesh(rank_device().type, shape, mesh_dim_names=("fsdp", "tp"))
     ep_mesh = mesh["tp"] if shared_batch else mesh["fsdp"]

@@ -49,8 +49,7 @@ def expect_strides(failures: Failures, outputs, promised, *where) -> None:
     if dist.get_world_size() == 1:
         return
     for output, promise in zip(outputs, promised, strict=True):
-        same = output.stride() == promise.stride() and output.shape == promise.shape
-        failures.expect(None if same else f"{output.stride()}, not {promise.stride()}", *where)
+        failures.equal((output.stride(), output.shape), (promise.stride(), promise.shape), *where)
 
 
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
@@ -321,7 +320,7 @@ def test_report_counts_calls_and_says_why_not(failures: Failures) -> None:
         "  fused_all_gather_matmul on cpu, 3 calls: ours",
         "  fused_matmul_reduce_scatter on cpu, 1 call: not ours but GEMM and collective: reduce_op is 'avg', not 'sum'",
     ):
-        failures.expect(None if line in text.split("\n") else text, line)
+        failures.holds(line, text.split("\n"), line)
     failures.expect(None if not replacement.calls else str(replacement.calls), "after undoing")
 
 

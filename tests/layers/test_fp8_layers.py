@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from frameworks import needs_module
 from operands import rank_device, world_name
 from overlap_torch._layers import fp8 as _fp8
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, token_slice
+from parallel_layers import Form
 from styles import OVERLAP, PYTORCH, gathered_tokens
 
 WIDTH, HIDDEN, TOKENS, STEPS = 32, 64, 48, 50
@@ -166,44 +168,30 @@ def test_fp8_layers_train_as_one_process_does(failures: Failures, fp8: str) -> N
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
 def test_fp8_layers_have_their_gradients(failures: Failures, fp8: str) -> None:
     """Every layer and mode, of sizes that do not divide, with biases: forward and gradients beside one process."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    device = rank_device()
-    generator = torch.Generator().manual_seed(3)
-    tokens, width, features = 13, 20, 7 * world - 1
-    for column in (True, False):
-        sizes = (width, features) if column else (features, width)
+    device, generator = rank_device(), torch.Generator().manual_seed(3)
+    tokens, width, features = 13, 20, 7 * dist.get_world_size() - 1
+    for kind in ("column", "row"):
+        sizes = (width, features) if kind == "column" else (features, width)
         linear = torch.nn.Linear(*sizes)
         with torch.no_grad():
-            linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator))
-            linear.bias.copy_(torch.randn(linear.bias.shape, generator=generator))
+            for parameter in linear.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
         linear.to(device)
-        x = torch.randn(tokens, sizes[0], generator=generator).to(device)
-        upstream = torch.randn(tokens, sizes[1], generator=generator).to(device)
+        x, upstream = (torch.randn(tokens, n, generator=generator).to(device) for n in sizes)
+        weight, bias = linear.weight.detach().double(), linear.bias.detach().double()
+        of_weight, of_bias = upstream.double().t() @ x.double(), upstream.double().sum(0)
         for sequence in (False, True):
-            where = (fp8, "column" if column else "row", f"sequence={sequence}")
-            kind = ColumnParallelLinear if column else RowParallelLinear
-            layer = kind.from_linear(
-                linear, group=world_name(), sequence_parallel=sequence, fp8=fp8
-            )
-            mine = token_slice(tokens, group=world_name()) if sequence else slice(None)
-            cut = -(-features // world)
-            own = slice(rank * cut, min(features, (rank + 1) * cut))
-            x_in = (x[mine] if column else x[:, own]).clone().requires_grad_()
-            output = layer(x_in, tokens) if column and sequence else layer(x_in)
-            output.backward(upstream[:, own] if column else upstream[mine])
-            exact = x.double() @ linear.weight.double().t() + linear.bias.double()
-            exact = exact[:, own] if column else exact[mine]
-            grad = upstream.double() @ linear.weight.double()
-            grad = grad[mine] if column else grad[:, own]
-            weight = upstream.double().t() @ x.double()
-            weight = weight[own] if column else weight[:, own]
-            bias = upstream.double().sum(0)
-            bias = bias[own] if column else bias
+            form, where = Form(kind, sequence), (fp8, kind, f"sequence={sequence}")
+            layer = form.layer(torch.nn.ModuleList([linear]), group=world_name(), fp8=fp8)
+            x_in = form.cut_input(x).clone().requires_grad_()
+            (output,) = form.call(layer, x_in, tokens)
+            output.backward(form.cut_output(upstream))
+            own = {name: one.grad.to_local() for name, one in layer.named_parameters()}
             results = {
-                "output": (output, exact),
-                "input": (x_in.grad, grad),
-                "weight": (layer.weight.grad.to_local(), weight),
-                "bias": (layer.bias.grad.to_local(), bias),
+                "output": (output, form.cut_output(x.double() @ weight.t() + bias)),
+                "input": (x_in.grad, form.cut_input(upstream.double() @ weight)),
+                "weight": (own["weight"], form.cut_parameter("weight", of_weight)),
+                "bias": (own["bias"], form.cut_parameter("bias", of_bias)),
             }
             for name, (got, right) in results.items():
                 same = got.shape == right.shape
@@ -221,25 +209,15 @@ def test_fp8_layers_have_their_gradients(failures: Failures, fp8: str) -> None:
 @pytest.mark.ranks((2, "gloo"))
 def test_fp8_casts_an_input_once_for_several_weights(failures: Failures) -> None:
     """An input is cast once for q, k and v, forward; and one gather brings it."""
-    casts = []
-    own = _fp8.scaled
-
-    def counted(tensor, *arguments, **keywords):
-        casts.append(tuple(tensor.shape))
-        return own(tensor, *arguments, **keywords)
-
     layer = ColumnParallelLinear(
         16, [8, 4, 4], group=world_name(), sequence_parallel=True, fp8="rowwise"
     )
     layer.to(rank_device())
     x = torch.randn(6, 16, device=rank_device())
-    _fp8.scaled = counted
-    try:
+    with mock.patch.object(_fp8, "scaled", wraps=_fp8.scaled) as casts:
         layer(x)
-    finally:
-        _fp8.scaled = own
-    inputs = [shape for shape in casts if shape == (6, 16)]
-    failures.equal(len(inputs), 1, "casts")
+    shapes = [tuple(call.args[0].shape) for call in casts.call_args_list]
+    failures.equal(shapes.count((6, 16)), 1, "casts")
     failures.holds("float8_e4m3fn row_wise to float32", str(overlap_torch.report()), "report")
 
 

@@ -1,4 +1,4 @@
-"""The collectives of layers with the styles, beside PyTorch's styles: never more collectives, and never more bytes."""
+"""Layers with the styles beside PyTorch's styles: never more collectives, never more bytes, and the same strides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn import functional
@@ -20,15 +20,23 @@ from operands import difference, rank_device, world_name
 from styles import OVERLAP, PYTORCH, gathered_tokens
 from traffic import Traffic, traffic_of
 
-LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1))
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def step(module: torch.nn.Module, input: torch.Tensor, grad: torch.Tensor) -> list[Traffic]:
-    """The communication of forward and backward; the output's gradient is `grad`."""
-    outputs = []
+def step(
+    module: torch.nn.Module, input: torch.Tensor, grad: torch.Tensor
+) -> tuple[list[Traffic], list[tuple[int, ...]], torch.Tensor]:
+    """The communication of forward and backward, where the output's gradient is `grad`; this rank's strides of the output,
+    which is viewed as rows, and of the input's gradient; and the output."""
+    outputs, strides = [], []
+    input.register_hook(lambda grad: strides.append(local_part(grad).stride()))
     forward = traffic_of(lambda: outputs.append(module(input)))
+    local = local_part(outputs[0])
+    local.view(-1, local.shape[-1])
     backward = traffic_of(lambda: outputs[0].backward(grad))
-    return [forward, backward]
+    return [forward, backward], [local.stride(), *strides], outputs[0].detach()
 
 
 def compare(failures: Failures, ours: list[Traffic], theirs: list[Traffic], *where) -> None:
@@ -57,19 +65,22 @@ def check_layer(
         grad = distribute_tensor(integers(*leading, out_features, seed=4), mesh(), [wanted])
         found.append(step(layer, input, grad.to_local() if local else grad))
     names = (kinds[0].__name__, shape, given, "to", wanted, distributed, local)
-    compare(failures, *found, *names)
+    traffic, strides, _ = zip(*found, strict=True)
+    compare(failures, *traffic, *names)
+    failures.equal(*strides, "strides", *names)
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs"), [*zip(OVERLAP[1:], PYTORCH[1:], strict=True)], ids=["columns", "rows"]
 )
+@pytest.mark.parametrize("shape", [(12, 6, 6, 12), (12, 6, 6, 6, 12)], ids=str)
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
 def test_collectives_of_a_layer_are_no_more_than_pytorchs(
-    failures: Failures, ours: type, theirs: type
+    failures: Failures, ours: type, theirs: type, shape: tuple[int, ...]
 ) -> None:
-    shape = (12, 6, 6, 12)
+    layouts = (Replicate(), Shard(-1), *(Shard(dim) for dim in range(len(shape) - 2)))
     for given, wanted, distributed, local in itertools.product(
-        LAYOUTS, LAYOUTS, (False, True), (False, True)
+        layouts, layouts, (False, True), (False, True)
     ):
         check_layer(failures, (ours, theirs), shape, given, wanted, distributed, local)
 
@@ -153,11 +164,14 @@ def test_collectives_of_llamas_block_are_no_more_than_pytorchs(
         models.append(parallelize_module(Block(6), mesh(), llama_plan(*styles)))
         inputs.append(input.detach().clone().requires_grad_())
         found.append(step(models[-1], inputs[-1], gradient))
-    compare(failures, *found, "block")
-    gathers, scatters = {"all-gather": 2, "reduce-scatter": 2}, {"reduce-scatter": 2}
-    for traffic, right in zip(found[0], (gathers, {**scatters, "all-gather": 2}), strict=True):
-        calls = {kind: n for kind, n in traffic.calls.items() if kind in right}
-        failures.equal(calls, right, "block")
+    traffic, _, outputs = zip(*found, strict=True)
+    compare(failures, *traffic, "block")
+    for one in traffic[0]:
+        calls = (one.calls["all-gather"], one.calls["reduce-scatter"])
+        failures.equal(calls, (2, 2), "block")
+    whole = Block(6)(integers(2, 6, 6, seed=3)).detach()
+    right = distribute_tensor(whole, mesh(), [Shard(1)]).to_local()
+    failures.expect(difference(outputs[0], right), "output")
     failures.expect(difference(inputs[0].grad, inputs[1].grad), "input's gradient")
     for (name, own), other in zip(
         models[0].named_parameters(), models[1].parameters(), strict=True

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from checks import Failures, message_of
 from grids import where_each_pair_meets
 from layers import fill_with_integers, integers
-from meshes import mesh, whole_of
+from meshes import check_parameter_gradients, mesh, whole_of
 from operands import difference, rank_device
 from rank_pool import whole_grids
 from styles import OVERLAP, PYTORCH, gathered_tokens
@@ -150,13 +150,7 @@ def check_against_whole(
         output.backward(cut(gradient, given).to_local())
     right = input.grad if distributed else cut(input.grad, given).to_local()
     failures.expect(difference(whole_of(mine.grad), right), "input's gradient", *where)
-    for (name, own), true in zip(model.named_parameters(), module.parameters(), strict=True):
-        if true.grad is None:
-            failures.expect(
-                "has one" if own.grad is not None else None, "gradient of", name, *where
-            )
-        else:
-            failures.expect(difference(own.grad.full_tensor(), true.grad), name, *where)
+    check_parameter_gradients(failures, model, module, *where)
     if gathers is not None:
         counts = (forward.calls["all-gather"], backward.calls["reduce-scatter"])
         failures.equal(counts, (gathers, gathers), "traffic", *where)

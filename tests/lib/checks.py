@@ -12,7 +12,6 @@ import overlap_torch
 from operands import Case, difference, from_all_ranks, poison, rank_device, world_name
 from ops import OPS, map_tensors, tensors_of
 from overlap_torch import plan as plan_module
-from overlap_torch._watch.timeline import Call
 from overlap_torch.plan import Plan
 
 
@@ -58,8 +57,8 @@ class Failures:
         self, outputs: Sequence[torch.Tensor], right: Sequence[torch.Tensor], *where: object
     ) -> None:
         """Each output bit for bit, and as many as are right."""
-        for output, value in zip(outputs, right, strict=True):
-            self.expect(difference(output, value), *where)
+        for i, (output, value) in enumerate(zip(outputs, right, strict=True)):
+            self.expect(difference(output, value), *where, i)
 
     def result(self) -> tuple[int, list[str]]:
         return self.checks, self.lines
@@ -122,11 +121,6 @@ def check_call(
     return result
 
 
-def communicated_chunks(calls: Sequence[Call]) -> list[int]:
-    """The chunks of which the calls show communication."""
-    return sorted(chunk.index for call in calls for chunk in call.chunks)
-
-
 def check_plan(
     failures: Failures,
     case: Case,
@@ -150,7 +144,7 @@ def check_plan(
         failures.equal(now, plan, *where, case)
         with overlap_torch.trace() as traced:
             check_call(failures, case, *where, seed=1, group=group, op=op)
-        seen = communicated_chunks(traced.calls)
+        seen = sorted(chunk.index for call in traced.calls for chunk in call.chunks)
         # How many pieces go to how many ranks is not in an all-to-all's plan.
         pieces = len(seen) if op == "gemm_alltoall" else len(plan.chunks)
         expected = list(range(pieces))

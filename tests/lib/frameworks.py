@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from checks import Failures, close
-from operands import rank_device
+from operands import as_torchrun_places, rank_device
 from overlap_torch.integrations import transformers
 from overlap_torch.integrations._release import require
 
@@ -44,6 +45,30 @@ SMALL_MODEL = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+
+
+def drawn_model(config, **options: object) -> torch.nn.Module:
+    """A language model of transformers with random weights, the same on all ranks, of norms and biases, too."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def loaded_model(folder: str | Path, plan: object = "auto", fsdp_size: int = 1, **options: object):
+    """The model of a checkpoint, with transformers' tensor parallelism over the ranks."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    fsdp = {"fsdp_size": fsdp_size} if fsdp_size > 1 else {}
+    config = DistributedConfig(tp_size=dist.get_world_size() // fsdp_size, tp_plan=plan, **fsdp)
+    with as_torchrun_places():
+        return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
+
 
 needs_transformers = needs("transformers", transformers.RELEASES, "transformers")
 needs_megatron = needs("megatron-core", ("0.19",), "megatron")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -52,6 +53,12 @@ def stock() -> ModuleType:
     if dist.get_backend() == "gloo":
         _mend_interpreter()
     return stock_kernels
+
+
+def aligned_and_stock() -> tuple[ModuleType, ModuleType]:
+    """overlap_torch.triton, and the stock kernels that it aligns."""
+    kernels = stock()
+    return importlib.import_module("overlap_torch.triton"), kernels
 
 
 @functools.cache

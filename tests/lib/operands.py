@@ -81,9 +81,10 @@ def in_layouts_of_rank(case: Case, turn: int, rank: int) -> Case:
     """The case in other strides and alignments on every rank, and in every turn."""
     # "expanded" changes the operands' values, not only their places; all ranks would have to take it.
     inputs = [layout for layout in INPUT_LAYOUTS if layout != "expanded"]
+    again = turn // math.lcm(len(inputs), len(WEIGHT_LAYOUTS))  # so that all pairs have a turn
     return case.with_(
         input_layout=inputs[(turn + rank) % len(inputs)],
-        weight_layout=WEIGHT_LAYOUTS[(turn + 3 * rank) % len(WEIGHT_LAYOUTS)],
+        weight_layout=WEIGHT_LAYOUTS[(turn + again + 3 * rank) % len(WEIGHT_LAYOUTS)],
     )
 
 

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch.utils import _pytree as pytree
 
@@ -240,6 +241,7 @@ OPS: dict[str, Op] = {
         GemmAllToAll(),
     )
 }
+every_op = pytest.mark.parametrize("op", list(OPS))
 
 
 def expected_output(case: Case, world: int, device: torch.device, seed: int = 0) -> torch.Tensor:

@@ -149,8 +149,7 @@ def check_gradients(
             failures.expect(difference(own.to_local(), right), *where)
             dim = form.cut_dim(name)
             placements = (Replicate() if dim is None else Shard(dim),)
-            alike = own.shape == parameter.shape and own.placements == placements
-            failures.expect(None if alike else f"{own.shape}, {own.placements}", *where)
+            failures.equal((own.shape, own.placements), (parameter.shape, placements), *where)
 
 
 def check_beside_linears(

@@ -32,18 +32,11 @@ MACHINES: dict[str, Machine] = {
     "ampere": _ampere(peer_gbps=240.0),
     "ampere without kernels": _ampere(has_sm80_kernels=False),
     "ada": _ampere(arch=89, sm_count=58, sm_gflops=1500.0, link_latency_us=9.0, link_gbps=12.0),
-    "blackwell": _hopper(
-        arch=100,
-        sm_count=148,
-        sm_gflops=8000.0,
-        has_sm90_kernels=False,
-        link_gbps=500.0,
-        peer_gbps=700.0,
-    ),
+    "blackwell": _hopper(arch=100, sm_count=148, sm_gflops=8000.0, has_sm90_kernels=False, link_gbps=500.0, peer_gbps=700.0),
     "cpu": cpu(),
     "cpu of 64 cores": cpu(sm_count=64, link_latency_us=60.0, link_gbps=6.0),
     "not measured": Machine(arch=90, sm_count=132),
-}
+}  # fmt: skip
 
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 

@@ -34,9 +34,8 @@ FORMS = [
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 @pytest.mark.seconds(500)
 def test_aligned_products_are_exact(failures: Failures) -> None:
-    import overlap_torch.triton as ot
-
-    stock, dtype = kernels.stock(), torch.float32
+    ot, stock = kernels.aligned_and_stock()
+    dtype = torch.float32
     rank, world = dist.get_rank(), dist.get_world_size()
     collectives = ("all_reduce", "reduce_scatter")
     for seed, (name, collective) in enumerate(itertools.product(FORMS, collectives)):
@@ -86,9 +85,7 @@ def produced(form, kernel, shape: tuple[int, int], launch) -> torch.Tensor:
 
 def check_experts(failures: Failures) -> None:
     """A loop over problems, whose numbers stay within each problem."""
-    import overlap_torch.triton as ot
-
-    stock = kernels.stock()
+    ot, stock = kernels.aligned_and_stock()
     count, rows, n, k = 3, 48, 64, 40
     for seed in range(2):
         tokens, _ = kernels.operands(count * rows, n, k, seed=seed, dtype=torch.float32)
@@ -110,9 +107,7 @@ def check_experts(failures: Failures) -> None:
 
 def check_norms(failures: Failures) -> None:
     """Rows of several stores: bit for bit what the kernel does by itself, whose result is right."""
-    import overlap_torch.triton as ot
-
-    stock = kernels.stock()
+    ot, stock = kernels.aligned_and_stock()
     m, n = 37, 80
     x = torch.randn(m, n, generator=torch.Generator().manual_seed(dist.get_rank())).to(
         kernels.device()
@@ -138,9 +133,7 @@ def check_norms(failures: Failures) -> None:
 
 def check_attention(failures: Failures) -> None:
     """Two axes, descriptors of the caller's, and an autotuned block."""
-    import overlap_torch.triton as ot
-
-    stock = kernels.stock()
+    ot, stock = kernels.aligned_and_stock()
     batch, heads, length, d = 1, 2, 64, 16
     shape = (batch * heads * length, d)
     q, k, v = (
@@ -181,9 +174,7 @@ WAITS = [
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_aligned_kernels_wait_exactly(failures: Failures) -> None:
     """The rows come to be as the kernel's waits ask for them."""
-    import overlap_torch.triton as ot
-
-    stock = kernels.stock()
+    ot, stock = kernels.aligned_and_stock()
     rank, world = dist.get_rank(), dist.get_world_size()
     for seed, (name, rows, chunks) in enumerate(WAITS):
         form, n, k = stock.PRODUCTS[name], 48, 40
@@ -205,9 +196,8 @@ def test_aligned_kernels_wait_exactly(failures: Failures) -> None:
 @pytest.mark.ranks((2, "nccl"))
 def test_aligned_kernels_are_captured(failures: Failures) -> None:
     """After one launch outside of the capture, which times configurations and proves them."""
-    import overlap_torch.triton as ot
-
-    form = kernels.stock().PRODUCTS["autotuned"]
+    ot, stock = kernels.aligned_and_stock()
+    form = stock.PRODUCTS["autotuned"]
     m, n, k = 256, 128, 64
     a, b = kernels.operands(m, n, k, seed=0, dtype=torch.float32)
     kernel = ot.aligned(form.kernel, output=form.output)
@@ -239,9 +229,7 @@ def test_aligned_kernels_signal_stored_tiles(failures: Failures) -> None:
     """At each signal its tile is stored, and no tile is signalled twice or never: with a counter for each tile, by which
     signals name their tiles.
     """
-    import overlap_torch.triton as ot
-
-    stock = kernels.stock()
+    ot, stock = kernels.aligned_and_stock()
     m, n, k = 108, 80, 24
     a, b = kernels.operands(m, n, k, seed=1, dtype=torch.float32)
     real = ot.signal
@@ -272,9 +260,7 @@ def test_aligned_kernels_signal_stored_tiles(failures: Failures) -> None:
 @pytest.mark.ranks((1, "gloo"))
 def test_aligned_kernels_load_rows_that_have_arrived(failures: Failures) -> None:
     """Rows are there only after a wait for their chunk."""
-    import overlap_torch.triton as ot
-
-    stock = kernels.stock()
+    ot, stock = kernels.aligned_and_stock()
     m, n, k = 108, 48, 24
     a, b = kernels.operands(m, n, k, seed=1, dtype=torch.float32)
     real = ot.wait
@@ -320,25 +306,13 @@ BY_SOURCE = {
 BY_LAUNCH = {
     "of_special_warps_maybe": ((4,), {"SPECIAL": True}, "SPECIAL is True there"),
     "in_place": ((6,), {}, "c_ptr is aliased: a_ptr is the same memory"),
-    "half_a_row": (
-        (6,),
-        {},
-        "stores rows 0 to 0 and columns 0 to 15.*make the job with tile=.1, 16.",
-    ),
+    "half_a_row": ((6,), {}, "stores rows 0 to 0 and columns 0 to 15.*make the job with tile=.1, 16."),
     "some_rows": ((6,), {}, "row 5, column 0 of the output is stored by no program"),
     "twice": ((12,), {}, "number 11 stores a tile, but the job has 6"),
     "any_width": ((3,), {"BM": 64}, r"stores rows 0 to 1 and columns 0 to 31.*tile=\(2, 32\)"),
-    "tuned": (
-        (6,),
-        {},
-        "none of the 2 configurations of triton.autotune computes that.*BM=8: .*BM=16: ",
-    ),
-    "all_rows": (
-        (6,),
-        {},
-        "the tile of rows 0 to 0 loads rows 0 to 5 of the input, and waits for its own rows only",
-    ),
-}
+    "tuned": ((6,), {}, "none of the 2 configurations of triton.autotune computes that.*BM=8: .*BM=16: "),
+    "all_rows": ((6,), {}, "the tile of rows 0 to 0 loads rows 0 to 5 of the input, and waits for its own rows only"),
+}  # fmt: skip
 
 
 WAITING = ("by_block_pointers", "all_rows")
@@ -385,19 +359,16 @@ def test_aligned_refuses_by_file_and_line(failures: Failures) -> None:
 
 @pytest.mark.ranks((1, "gloo"))
 def test_aligned_shows_the_lines_that_it_changed(failures: Failures) -> None:
-    import overlap_torch.triton as ot
-
-    diff = ot.aligned(kernels.stock().in_turns, "c_ptr", "a_ptr").diff()
+    ot, stock = kernels.aligned_and_stock()
+    diff = ot.aligned(stock.in_turns, "c_ptr", "a_ptr").diff()
     added = [line[1:].strip() for line in diff.splitlines() if line.startswith("+")]
     for line in ("tile = ot.tile(tile_order, index)", "ot.wait(arrived, chunk)"):
-        failures.expect(None if line in added else f"is not in {diff}", line)
+        failures.holds(line, added, line)
 
 
 @pytest.mark.ranks((1, "gloo"))
 def test_aligned_misuse_is_refused(failures: Failures) -> None:
-    import overlap_torch.triton as ot
-
-    stock = kernels.stock()
+    ot, stock = kernels.aligned_and_stock()
     a, b = torch.ones(64, 32), torch.ones(32, 32)
     signals, waits = (ot.aligned(stock.in_turns, "c_ptr", input) for input in (None, "a_ptr"))
 

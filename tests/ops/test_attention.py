@@ -157,11 +157,6 @@ def random_operands(case: Case, hidden: torch.Tensor, seed: int) -> list[torch.T
     ]
 
 
-def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with heads before tokens in memory."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 def run(
     case: Case,
     operands: list[torch.Tensor],
@@ -172,10 +167,9 @@ def run(
 ):
     """This rank's output and gradients."""
     own = [case.mine(one).to(dtype) for one in operands]
-    leaves = [
-        strided(one).requires_grad_() if parts == 1 else one.clone().requires_grad_()
-        for one in own[:3]
-    ]
+    if parts == 1:  # the same values with heads before tokens in memory
+        own[:3] = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in own[:3]]
+    leaves = [one.detach().clone().requires_grad_() for one in own[:3]]
     poison(rank_device(), 64, 512, 4096)
     keywords = case.keywords(parts) | by
     output = overlap_torch.context_parallel_attention(*leaves, scale=scale, **keywords)
@@ -188,11 +182,6 @@ def right_of(case: Case, operands, hidden, scale: float) -> list[torch.Tensor]:
     output = meaning(*whole, hidden, scale)
     output.backward(operands[3])
     return [case.mine(one) for one in (output.detach(), *(leaf.grad for leaf in whole))]
-
-
-def chunks_allowed(case: Case, parts: int) -> int:
-    """The most chunks of a call with gradients: a rank's whole key/value heads."""
-    return max(1, case.heads[1] // parts)
 
 
 def check_exact(failures: Failures, cases: list[Case], peers: bool = False) -> None:
@@ -211,8 +200,10 @@ def check_exact(failures: Failures, cases: list[Case], peers: bool = False) -> N
             if peers and parts not in (1, world):
                 continue
             if peers:
-                by = {"chunks": 1 + next(numbers) % chunks_allowed(case, parts)}
-                by["transport"] = "peer"
+                most = max(
+                    1, case.heads[1] // parts
+                )  # with gradients: a rank's whole key/value heads
+                by = {"chunks": 1 + next(numbers) % most, "transport": "peer"}
             found = run(case, operands, dtype, parts, 1.0, **by)
             for name, mine, value in zip(("o", "dq", "dk", "dv"), found, right, strict=True):
                 assert value.numel() == 0 or value.abs().max() <= 256

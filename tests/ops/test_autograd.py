@@ -16,14 +16,12 @@ import overlap_torch
 from checks import Failures, message_of
 from modes import SeesDispatches
 from operands import Case, difference, integers, make_operands, place, rank_device, world_name
-from ops import OPS, expected_output, map_tensors, tensors_of
+from ops import OPS, every_op, expected_output, map_tensors, tensors_of
 
 CASES = [
     Case((6,), 5, 7), Case((), 9, 4), Case((2, 3), 4, 5), Case((2, 0, 3), 4, 5), Case((3,), 4, 0),
     Case((130,), 66, 40, weight_layout="n_contiguous"), Case((17,), 33, 20, input_layout="transposed"),
 ]  # fmt: skip
-
-every_op = pytest.mark.parametrize("op", list(OPS))
 
 
 def output_gradients(op: str, outputs: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
@@ -85,10 +83,10 @@ def test_autograd_gradients_are_the_compositions(
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     for case, bias in itertools.product(OPS[op].of(CASES), (False, True)):
         case = case.with_(dtype=dtype, bias=bias)
-        operands = len(tensors_of(OPS[op].arguments(case, rank, world, device)))
+        operands = len(tensors_of(OPS[op].arguments(case, *place())))
         for seed, needs in enumerate(patterns_of_needs(operands)):
-            arguments = OPS[op].arguments(case, rank, world, device, seed)
-            expected = OPS[op].expected(case, rank, world, device, seed)
+            arguments = OPS[op].arguments(case, *place(), seed)
+            expected = OPS[op].expected(case, *place(), seed)
             leaves = tensors_of(arguments)
             for leaf, needed in zip(leaves, needs, strict=True):
                 leaf.requires_grad_(needed)
@@ -140,7 +138,7 @@ def test_autograd_allreduce_backward_does_not_communicate(failures: Failures) ->
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     case = Case((40,), 24, 16, torch.float32, bias=True)
     for turn in range(world):
-        operands = make_operands(case, rank, world, device, turn)
+        operands = make_operands(case, *place(), turn)
         operands.input.requires_grad_()
         operands.weight.requires_grad_()
         output = overlap_torch.gemm_allreduce(operands.input, operands.weight, operands.bias)
@@ -257,13 +255,13 @@ def test_autocast_casts_as_linear_does(
             continue  # without autocast such a mixture is an error: test_errors.py
         # Exact in the narrowest of the dtypes.
         case = Case((20,), 12, 16, torch.bfloat16, bias=True)
-        arguments = OPS[op].arguments(case, rank, world, device, seed)
+        arguments = OPS[op].arguments(case, *place(), seed)
         input, *others = tensors_of(arguments)
         cast = {input: dtypes[0]} | {tensor: dtypes[3 - tensor.dim()] for tensor in others}
         cast = {tensor: tensor.to(dtype).requires_grad_() for tensor, dtype in cast.items()}
         arguments = map_tensors(cast.get, arguments)
         leaves = tensors_of(arguments)
-        expected = OPS[op].expected(case, rank, world, device, seed)
+        expected = OPS[op].expected(case, *place(), seed)
         right = right_gradients(op, case, world, device, seed, range(len(expected)))
         for call in (OPS[op].operator, OPS[op].wrapper):
             where = (op, dtypes, "autocast", enabled)

@@ -18,7 +18,7 @@ import scaled
 from checks import Failures, message_of
 from modes import SeesDispatches, SeesFunctions
 from operands import Case, place, rank_device, world_name
-from ops import OPS, map_tensors, tensors_of
+from ops import OPS, every_op, map_tensors, tensors_of
 from overlap_torch._ops import eager
 
 CASES = [
@@ -83,7 +83,7 @@ def test_eager_results_are_right(failures: Failures, op: str) -> None:
             outputs = function_of(op)(*parameters, world_name())
         for given in (arguments, map_tensors(torch.Tensor.clone, arguments)):
             again = function_of(op)(*given, world_name())
-            failures.expect(None if type(again) is type(outputs) else "another type", op, case)
+            failures.equal(type(again), type(outputs), op, case)
             expect_same(outputs, again, "again", op, case)
         expect_same(outputs, FUNCTIONS[op].expected(case, *place(), seed), op, case)
 
@@ -173,7 +173,7 @@ def integers_like(tensor: torch.Tensor) -> torch.Tensor:
     return numbers.to(tensor.dtype).view(tensor.shape)
 
 
-@pytest.mark.parametrize("op", list(OPS))
+@every_op
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
 def test_eager_records_gradients(failures: Failures, op: str) -> None:
     """A call that records takes the short way, and is what torch.ops makes of it: outputs and gradients, bit for bit."""
@@ -192,7 +192,7 @@ def test_eager_records_gradients(failures: Failures, op: str) -> None:
                 failures.expect_equal(results, right, op, case, which, casts)
 
 
-@pytest.mark.parametrize("op", list(OPS))
+@every_op
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_eager_backward_may_be_compiled(failures: Failures, op: str) -> None:
     """Compiled autograd takes what calls have recorded: the gradients are those without it."""
@@ -272,7 +272,7 @@ def test_eager_hides_no_call(failures: Failures, op: str) -> None:
     for mode in (SeesFunctions(), SeesDispatches()):
         with mode:
             FUNCTIONS[op].wrapper(*arguments, group=group)
-        failures.expect(None if operator in mode.seen else "does not see it", mode)
+        failures.holds(operator, mode.seen, mode)
     outputs = FUNCTIONS[op].wrapper(
         *with_tensor(arguments, 0, lambda t: t.as_subclass(Subclass)), group=group
     )
@@ -287,7 +287,7 @@ def test_eager_hides_no_call(failures: Failures, op: str) -> None:
 
     trace = torch.jit.trace(traced, (arguments[0],), check_trace=False)
     name = f"overlap::{op.partition('.')[0]}"
-    failures.expect(None if name in str(trace.graph) else f"{trace.graph}", "traced")
+    failures.holds(name, str(trace.graph), "traced")
 
 
 @every_function

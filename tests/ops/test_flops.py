@@ -12,14 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from checks import Failures
 from operands import Case, from_all_ranks, place, rank_device, world_name
-from ops import OPS, tensors_of
+from ops import OPS, every_op, tensors_of
 
 CASES = [
     Case((6,), 5, 7), Case((2, 3), 4, 5, bias=True), Case((4,), 3, 6, torch.bfloat16),
     Case((4,), 3, 0), Case((0, 3), 4, 5), Case((8,), 5, 7, weight_layout="n_contiguous"),
 ]  # fmt: skip
-
-every_op = pytest.mark.parametrize("op", list(OPS))
 
 
 def counted(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> int:

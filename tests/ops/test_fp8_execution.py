@@ -26,14 +26,6 @@ from scaled import E4M3, E5M2, Case
 every_op = pytest.mark.parametrize("op", scaled.OPS)
 by_pingpong = pytest.mark.parametrize("kernel", [Kernel.SM90_PINGPONG], ids=lambda one: one.name)
 
-OPS = {
-    "gemm_allreduce": Op.GEMM_ALLREDUCE,
-    "gemm_reducescatter": Op.GEMM_REDUCESCATTER,
-    "allgather_gemm": Op.ALLGATHER_GEMM,
-    "weights": Op.ALLGATHER_GEMM,
-    "gemm_alltoall": Op.GEMM_ALLTOALL,
-}
-RECIPES = {"tensor": "tensor_wise", "row": "row_wise", "block": "block_wise"}
 FP8_KERNELS = (Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE)
 
 # Around tiles of 128 x 128 and 128 x 192; K a multiple of 16, N of 8, as kernels take them, and others.
@@ -64,7 +56,8 @@ def problem_of(case: Case, op: str, world: int) -> Problem:
     rows = math.prod(case.leading)
     widths = [case.n, (case.n + 1) // 2, case.n % 2] if op == "weights" else [case.n]
     m = {"gemm_allreduce": rows, "gemm_alltoall": 0}.get(op, rows * world)
-    types = (case.pair[0], world, OPS[op], RECIPES[case.recipe], case.output, case.fast)
+    kind = "allgather_gemm" if op == "weights" else op
+    types = (case.pair[0], world, kind, f"{case.recipe}_wise", case.output, case.fast)
     return Problem(m, sum(widths), case.k, *types)
 
 
@@ -143,7 +136,7 @@ def test_fp8_plan_execution_is_exact_under_every_plan(
 WEIGHED = [
     Case((rows,), 512, 512, recipe, fast=fast)
     for rows in (512, 64)
-    for recipe in RECIPES
+    for recipe in scaled.RECIPES
     for fast in (False, True)
 ]
 

@@ -72,18 +72,10 @@ CASES: dict[str, tuple[Callable, Cut, Cut]] = {
 # Numbers of fp8 are near the whole layer's: scales are not exact.
 FP8 = {
     "fp8 column": (layer(ColumnParallelLinear, fp8="tensorwise"), whole, my_features),
-    "fp8 columns, tokens": (
-        first_of_several(fp8="tensorwise", sequence_parallel=True),
-        my_tokens,
-        my_features,
-    ),
+    "fp8 columns, tokens": (first_of_several(fp8="tensorwise", sequence_parallel=True), my_tokens, my_features),
     "fp8 row": (layer(RowParallelLinear, fp8="tensorwise"), my_features, whole),
-    "fp8 row, tokens": (
-        layer(RowParallelLinear, fp8="tensorwise", sequence_parallel=True),
-        my_features,
-        my_tokens,
-    ),
-}
+    "fp8 row, tokens": (layer(RowParallelLinear, fp8="tensorwise", sequence_parallel=True), my_features, my_tokens),
+}  # fmt: skip
 
 
 def changed(output: torch.Tensor) -> torch.Tensor:

@@ -224,20 +224,14 @@ hidden = torch.ones(1, 4096, dtype=torch.bfloat16)
 with torch.no_grad():
     print("norm:", _norms._why_not(hidden, hidden[0]))
 """
-    environment = {**os.environ, "OVERLAP_INVARIANCE": "batch"}
-    made = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
+
+    def made(value: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "OVERLAP_INVARIANCE": value}
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
     right = [("allgather_gemm", "none"), ("gemm_allreduce", "batch"), ("gemm_allreduce", "none")]
     # Norms are fused up to a number of rows, so that a row's bits would depend on it.
-    assert made.stdout.splitlines() == [str(right), "norm: more than 0 rows"]
-    environment["OVERLAP_INVARIANCE"] = "none"
-    made = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    assert made.stdout.splitlines()[1] == "norm: "
-    environment["OVERLAP_INVARIANCE"] = "world"
-    made = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert "OVERLAP_INVARIANCE is 'world'; it must be none or batch" in made.stderr
+    assert made("batch").stdout.splitlines() == [str(right), "norm: more than 0 rows"]
+    assert made("none").stdout.splitlines()[1] == "norm: "
+    assert "OVERLAP_INVARIANCE is 'world'; it must be none or batch" in made("world").stderr

@@ -132,15 +132,11 @@ def gathering(m: int, n: int, k: int) -> dict[str, plan.Plan]:
     problem = Problem(m, n, k, torch.bfloat16, dist.get_world_size(), Op.ALLGATHER_GEMM)
     arguments = {"tile": TILE, "comm_sms": 16}
     plans = {
-        "panels": plan.templates.row_panels(
-            problem, 4, transport="nccl", lanes=2, max_ctas=8, **arguments
-        ),
-        "window": plan.templates.row_panels(
-            problem, 3, transport="nccl", window=True, max_ctas=8, **arguments
-        ),
+        "panels": plan.templates.row_panels(problem, 4, transport="nccl", lanes=2, max_ctas=8, **arguments),
+        "window": plan.templates.row_panels(problem, 3, transport="nccl", window=True, max_ctas=8, **arguments),
         # Begins when all have arrived.
         "behind": plan.templates.row_panels(problem, 3, transport="nccl", max_ctas=8, tile=TILE),
-    }
+    }  # fmt: skip
     if peers_work():
         plans["peers"] = plan.templates.row_panels(problem, 3, transport="peer", **arguments)
         plans["peers, behind"] = plan.templates.row_panels(problem, 3, transport="peer", tile=TILE)

@@ -19,12 +19,13 @@ from operands import (
     WEIGHT_LAYOUTS,
     Case,
     difference,
+    in_layouts_of_rank,
     place,
     rank_device,
     subgroup,
     world_name,
 )
-from ops import OPS, Arguments, map_tensors, tensors_of
+from ops import OPS, Arguments, every_op, map_tensors, tensors_of
 
 CPU_DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -44,9 +45,6 @@ LEADING = [(), (5,), (1,), (3, 4), (0, 4), (2, 3, 4), (2, 0, 3), (1, 1, 1)]
 # With the dim that is cut; dims before it of one element, several and none, and more rows after those than tiles have.
 DIMS = [((3, 4), 1), ((3, 4), -2), ((1, 5), 1), ((2, 3, 4), 1), ((2, 3, 4), 2), ((2, 3, 4), -3),
         ((0, 4), 1), ((4, 0), 1), ((2, 256), 1), ((5, 300), 1), ((3, 2, 128), -2)]  # fmt: skip
-
-
-every_op = pytest.mark.parametrize("op", list(OPS))
 
 
 def check_cases(failures: Failures, op: str, cases: Sequence[Case], **keywords: Any) -> None:
@@ -118,16 +116,9 @@ def test_ops_take_any_layout(failures: Failures, op: str, dtype: torch.dtype) ->
 def test_ops_take_layouts_that_differ_between_ranks(
     failures: Failures, op: str, dtype: torch.dtype
 ) -> None:
-    """Rank r takes layouts r steps further down the list than rank 0."""
-    # "expanded" changes the operands' values, not only their places; all ranks would have to take it.
-    inputs = [layout for layout in INPUT_LAYOUTS if layout != "expanded"]
-    for i, weight in itertools.product(range(len(inputs)), range(len(WEIGHT_LAYOUTS))):
-        case = Case(
-            (140,), 136, 64, dtype, bias=True,
-            input_layout=inputs[(i + dist.get_rank()) % len(inputs)],
-            weight_layout=WEIGHT_LAYOUTS[(weight + 2 * dist.get_rank()) % len(WEIGHT_LAYOUTS)],
-        )  # fmt: skip
-        check_call(failures, case, seed=i, op=op)
+    case = Case((140,), 136, 64, dtype, bias=True)
+    for turn in range((len(INPUT_LAYOUTS) - 1) * len(WEIGHT_LAYOUTS)):
+        check_call(failures, in_layouts_of_rank(case, turn, dist.get_rank()), seed=turn, op=op)
 
 
 @every_op
@@ -199,7 +190,6 @@ def test_ops_allreduce_result_is_the_same_on_every_rank(
 @every_op
 def test_ops_outputs_are_fresh(failures: Failures, op: str, dtype: torch.dtype) -> None:
     """Results stay what they are while later calls run, and belong to nobody else."""
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     case = Case((130,), 70, 48, dtype, bias=True)
     results = [
         tensors_of(check_call(failures, case, "call", seed, seed=seed, op=op)) for seed in range(6)
@@ -208,7 +198,7 @@ def test_ops_outputs_are_fresh(failures: Failures, op: str, dtype: torch.dtype) 
     places = {storage(output) for output in outputs}
     failures.equal(len(places), len(outputs))
     for seed, result in enumerate(results):
-        expected = OPS[op].expected(case, rank, world, device, seed)
+        expected = OPS[op].expected(case, *place(), seed)
         failures.expect_equal(result, expected, "after later calls", op, case, seed)
     # Writing to a result must not reach the next one's inputs, staging or the plan.
     for output in outputs:
@@ -251,11 +241,10 @@ def test_ops_wrappers_take_a_group_in_every_form(failures: Failures, op: str) ->
 @pytest.mark.ranks((1, "nccl"), (2, "nccl"), (4, "nccl"))
 def test_ops_follow_the_current_stream(failures: Failures, op: str, dtype: torch.dtype) -> None:
     """Operands made late on another current stream, results read on it, without any synchronisation in between."""
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     streams = [torch.cuda.Stream(), torch.cuda.Stream(priority=-1), torch.cuda.default_stream()]
     for seed, case in enumerate(shape_cases([(512, 384, 128), (300, 200, 100)] * 3, dtype)):
-        expected = OPS[op].expected(case, rank, world, device, seed)
-        values = OPS[op].arguments(case, rank, world, device, seed)
+        expected = OPS[op].expected(case, *place(), seed)
+        values = OPS[op].arguments(case, *place(), seed)
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[seed % len(streams)]):
             arguments = map_tensors(torch.zeros_like, values)

@@ -41,10 +41,6 @@ def case_of(leading: tuple[int, ...], n: int, dtype: torch.dtype = BFLOAT16) -> 
     return Case(leading, n, 64, dtype, bias=True)
 
 
-def operator(gemm: bool):
-    return overlap_torch.gemm_allreduce_rmsnorm if gemm else overlap_torch.allreduce_rmsnorm
-
-
 def flat(results) -> list[torch.Tensor]:
     first, *rest = results
     return [*(first if isinstance(first, tuple) else (first,)), *rest]
@@ -72,7 +68,9 @@ class Call:
         self.arguments = [*mine, self.residual, self.gain, self.bias]
 
     def __call__(self, *arguments, **keywords):
-        return operator(self.gemm)(*(arguments or self.arguments), **self.how, **keywords)
+        name = "gemm_allreduce_rmsnorm" if self.gemm else "allreduce_rmsnorm"
+        operator = getattr(overlap_torch, name)
+        return operator(*(arguments or self.arguments), **self.how, **keywords)
 
     def expected_norm(self) -> torch.Tensor:
         """In float64; what is rounded on the way is the call's."""

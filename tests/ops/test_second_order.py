@@ -26,13 +26,12 @@ from meshes import mesh
 from modes import SeesDispatches
 from operands import Case, difference, place, rank_device, world_name
 from operands import integers as keyed_integers
-from ops import OPS, Arguments, map_tensors, tensors_of
+from ops import OPS, Arguments, every_op, map_tensors, tensors_of
 from overlap_torch._layers.dtensor import wrap
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
 from parallel_layers import SEVERAL, Form, all_outputs, every_kind, integer_linears, sequence_or_not
 
-every_op = pytest.mark.parametrize("op", list(OPS))
 some_ranks = pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
 
 CASES = [Case((3,), 5, 4, torch.float64), Case((2, 3), 3, 2, torch.float64)]
@@ -161,7 +160,7 @@ def test_second_order_of_ops_is_the_global_functions(failures: Failures, op: str
     seeds = itertools.count()
     for case, bias in itertools.product(OPS[op].of(CASES), (False, True)):
         case = case.with_(bias=bias)
-        count = len(tensors_of(OPS[op].arguments(case, rank, world, device)))
+        count = len(tensors_of(OPS[op].arguments(case, *place())))
         everything = tuple(range(count))
         # Each operand's gradient alone, all but one, all; and the same of the gradients that are used.
         subsets = [everything]
@@ -217,9 +216,8 @@ def test_second_order_costs_the_first_no_communication(failures: Failures, op: s
         "allgather_gemm": [one, one, "overlap::gemm_reducescatter"],
         "gemm_alltoall": [one],
     }[op.partition(".")[0]]
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     for create_graph in (False, True):
-        arguments = OPS[op].arguments(Case((3,), 5, 4, bias=True), rank, world, device)
+        arguments = OPS[op].arguments(Case((3,), 5, 4, bias=True), *place())
         leaves = [leaf.requires_grad_() for leaf in tensors_of(arguments)]
         outputs = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))
         total = sum(output.sum() for output in outputs)
@@ -292,17 +290,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def distributed_like(leaf: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """This rank's part as the leaf is: a DTensor if that is one."""
-    if not isinstance(leaf, DTensor):
-        return part
-    return wrap(part, leaf.device_mesh, leaf.placements, leaf.shape)
-
-
 @pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
 @sequence_or_not
 @every_kind
-@some_ranks
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
 def test_second_order_of_nn_layers(
     failures: Failures, kind: str, sequence: bool, whole: bool
 ) -> None:
@@ -323,10 +314,16 @@ def test_second_order_of_nn_layers(
         factors = [form.cut_output(one).clone().requires_grad_() for one in operands[1]]
         leaves = [input, *(layer.get_parameter(name) for name in names)]
         parts = [
-            distributed_like(leaf, cut(vector))
+            wrap(cut(vector), leaf.device_mesh, leaf.placements, leaf.shape)
+            if isinstance(leaf, DTensor)
+            else cut(vector)
             for leaf, cut, vector in zip(leaves, cuts, vectors, strict=False)
         ]
         got = hessian_products(form.call(layer, input, tokens), factors, leaves, parts)
+        for value, leaf in zip(got, [*leaves, *factors] * 2, strict=True):
+            if isinstance(leaf, DTensor):
+                found, right_kind = ((one.shape, one.placements) for one in (value, leaf))
+                failures.equal(found, right_kind, *sizes, tokens)
         got = [local_part(value) for value in got]
         right = [cut(value) for cut, value in zip(cuts * 2, right, strict=True)]
         expect_gradients(failures, got, right, *sizes, tokens)

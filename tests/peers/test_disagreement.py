@@ -16,7 +16,7 @@ import overlap_torch
 import rank_pool
 from checks import Failures, check_call, message_of
 from operands import Case, place
-from ops import OPS
+from ops import OPS, every_op
 from overlap_torch import plan as plan_module
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from plans import chunked_plan
@@ -62,7 +62,7 @@ def disagree(failures: Failures, op: str) -> None:
         check_call(failures, CASE, "after", name, seed=1, op=op)
 
 
-@pytest.mark.parametrize("op", list(OPS))
+@every_op
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"))
 def test_disagreement_about_the_problem_raises_on_every_rank(failures: Failures, op: str) -> None:
     disagree(failures, op)

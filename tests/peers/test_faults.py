@@ -197,17 +197,11 @@ def report_of_others(
 NEVER_CALLED = [
     pytest.param("gloo", "default", "gemm_allreduce"),
     pytest.param("gloo", "packed", "gemm_allreduce", marks=pytest.mark.long),
+    *(pytest.param("nccl", plan, "gemm_allreduce", marks=BACKENDS[1].marks) for plan in ("default", "packed", "window")),
     *(
-        pytest.param("nccl", plan, "gemm_allreduce", marks=BACKENDS[1].marks)
-        for plan in ("default", "packed", "window")
-    ),
-    *(
-        pytest.param(backend, "default", op, marks=marks)
-        for backend, marks in (("gloo", pytest.mark.whole), ("nccl", BACKENDS[1].marks))
-        for op in OPS
-        if op != "gemm_allreduce"
-    ),
-]
+        pytest.param(backend, "default", op, marks=marks) for backend,
+        marks in (("gloo", pytest.mark.whole), ("nccl", BACKENDS[1].marks)) for op in OPS if op != "gemm_allreduce"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("backend", "plan", "op"), NEVER_CALLED)
@@ -579,10 +573,10 @@ def test_faults_disagreement_is_found_in_debug_mode(
     failures: Failures, op: str, names: list[str]
 ) -> None:
     """Calls on which the ranks disagree, between calls on which they agree."""
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     check_call(failures, CASE, "before", op=op)
     for name in names:
-        arguments = OPS[op].arguments(DISAGREEMENTS[name][rank], rank, world, device)
+        arguments = OPS[op].arguments(DISAGREEMENTS[name][rank], *place())
         message = message_of(OPS[op].wrapper, *arguments)
         for pattern in (*DISAGREEMENTS[name][2:], "rank 0", "rank 1"):
             missing = None if re.search(pattern, message) else f"{pattern} is not in {message!r}"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import overlap_torch
 import rank_pool
 from checks import Failures, check_call, check_plan, message_of
+from machines import hopper
 from operands import Case, place, rank_device, world_name
 from ops import OPS, tensors_of
 from overlap_torch import _plan
@@ -172,19 +173,8 @@ def test_hosts_plans_are_saved_loaded_and_agreed_on() -> None:
 
 def described(hosts: int, across_gbps: float) -> Machine:
     """Hosts of eight Hopper GPUs; NCCL's rate is that of the network, too."""
-    return Machine(
-        arch=90,
-        sm_count=132,
-        sm_gflops=5600.0,
-        has_sm80_kernels=True,
-        has_sm90_kernels=True,
-        link_latency_us=40.0 + 10.0 * hosts,
-        link_gbps=4 * across_gbps,
-        clique=8,
-        clique_gbps=365.0,
-        across_gbps=across_gbps,
-        across_latency_us=20.0,
-    )
+    rates = {"link_gbps": 4 * across_gbps, "clique_gbps": 365.0, "across_gbps": across_gbps}
+    return hopper(link_latency_us=40.0 + 10.0 * hosts, clique=8, across_latency_us=20.0, **rates)
 
 
 @every_op

@@ -270,10 +270,7 @@ def test_graphs_of_programs_over_peers(failures: Failures, op: str, engines: str
                 found.replay(captured, turn)
             else:
                 found.call(captured, turn % 2, turn)
-        torch.cuda.synchronize()
-        overlap_torch.check()
-        for count, where in zip(found.counts, found.where, strict=True):
-            failures.expect(f"{int(count)} wrong" if int(count) else None, *where)
+        found.report(failures)
 
 
 def call_alone(engines: str) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures
-from operands import Case, Operands, difference, make_operands, rank_device, subgroup
+from operands import Case, Operands, difference, make_operands, place, rank_device, subgroup
 from ops import expected_output
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel
@@ -20,14 +20,9 @@ ROUNDS = 12
 
 
 def prepare(case: Case, seeds: range) -> tuple[list[Operands], list[torch.Tensor]]:
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
-    operands = [make_operands(case, rank, world, device, seed) for seed in seeds]
+    device, world = rank_device(), dist.get_world_size()
+    operands = [make_operands(case, *place(), seed) for seed in seeds]
     return operands, [expected_output(case, world, device, seed) for seed in seeds]
-
-
-def foreign_collectives(group: dist.ProcessGroup, tensors: list[torch.Tensor]) -> list[dist.Work]:
-    """All-reduces that know nothing of the ops, in flight."""
-    return [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
 
 
 def check_foreign(failures: Failures, tensors: list[torch.Tensor], *where: object) -> None:
@@ -79,7 +74,9 @@ def run_beside_foreign(
         place = (rank + turn) % 3
         for position in range(3):
             if position == place:
-                works += foreign_collectives(foreign_group, tensors)
+                works += [
+                    dist.all_reduce(one, group=foreign_group, async_op=True) for one in tensors
+                ]
             if position == 2:
                 break
             operands = prepared[position][0][turn % 4]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import overlap_torch
 from checks import Failures
 from operands import Case, place, poison, rank_device, world_name
-from ops import OPS, Arguments, tensors_of
+from ops import OPS, Arguments, every_op, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel
 from peer_races import come_late, so_many_calls
@@ -35,7 +35,6 @@ GPU_PLANS = [
     ("exchange in a window", "exchange", 8, {"comm_sms": 8, "max_ctas": 8, "window": True}),
     ("window", "packed", 8, {"comm_sms": 8, "max_ctas": 8, "window": True}),
 ]
-every_op = pytest.mark.parametrize("op", list(OPS))
 
 DISTINCT = 4  # operands by turns: a result of the call before is a wrong one
 

@@ -73,38 +73,25 @@ def test_plan_row_major_chunks_hold_their_tiles_rows(case: tuple[Plan, Grid]) ->
         assert plan.chunk_extent(chunk) == (min(rows) * grid.n, len(rows) * grid.n)
 
 
-@given(plans_and_grids(Layout.PACKED, Collective.ALL_REDUCE))
-def test_plan_packed_tiles_follow_each_other_and_fill_their_chunks(
-    case: tuple[Plan, Grid],
-) -> None:
-    plan, grid = case
-    size = grid.tile_m * grid.tile_n
-    tiles = grid.rows * grid.columns
-    assert plan.buffer_elements() == size * tiles
-    assert [plan.packed_offset(index) for index in range(tiles)] == [*range(0, size * tiles, size)]
-    first = 0
-    for chunk, chunk_tiles in enumerate(grid.chunks):
-        assert plan.chunk_extent(chunk) == (first * size, chunk_tiles * size)
-        first += chunk_tiles
+@pytest.mark.parametrize("copies", [1, 2], ids=["all_reduce", "exchange"])
+def test_plan_packed_tiles_follow_each_other_and_fill_their_chunks(copies: int) -> None:
+    """An exchange's chunks hold two parts, this rank's and the other's."""
+    collective = {1: Collective.ALL_REDUCE, 2: Collective.EXCHANGE}[copies]
 
+    @given(plans_and_grids(Layout.PACKED, collective))
+    def check(case: tuple[Plan, Grid]) -> None:
+        plan, grid = case
+        size, tiles = grid.tile_m * grid.tile_n, grid.rows * grid.columns
+        assert plan.buffer_elements() == copies * size * tiles
+        if copies == 1:
+            offsets = [plan.packed_offset(index) for index in range(tiles)]
+            assert offsets == [*range(0, size * tiles, size)]
+        first = 0
+        for chunk, chunk_tiles in enumerate(grid.chunks):
+            assert plan.chunk_extent(chunk) == (copies * first * size, chunk_tiles * size)
+            first += chunk_tiles
 
-@given(plans_and_grids(Layout.PACKED, Collective.EXCHANGE))
-def test_plan_exchange_chunks_hold_two_parts(case: tuple[Plan, Grid]) -> None:
-    plan, grid = case
-    plan.validate()
-    size = grid.tile_m * grid.tile_n
-    tiles = grid.rows * grid.columns
-    assert plan.buffer_elements() == 2 * tiles * size
-    first = 0
-    slots = []  # of all tiles of both parts, in tiles
-    for chunk, chunk_tiles in enumerate(grid.chunks):
-        offset, count = plan.chunk_extent(chunk)
-        assert (offset, count) == (2 * first * size, chunk_tiles * size)
-        slots += [
-            offset // size + part * chunk_tiles + i for part in (0, 1) for i in range(chunk_tiles)
-        ]
-        first += chunk_tiles
-    assert slots == list(range(2 * tiles))
+    check()
 
 
 AT_ONCE = st.builds(
@@ -185,13 +172,9 @@ def test_plan_decode_rejects_lists_that_encode_does_not_make(
         (BandRun, "tile_rows count"),
         (Chunk, "tiles transport max_ctas"),
         (Resources, "comm_sms smem_pad_bytes window finish_ctas lanes one_launch low_priority"),
-        (
-            Plan,
-            "problem schedule kernel tile_m tile_n cluster_m layout bands chunks collective resources program "
-            "clique",
-        ),
+        (Plan, "problem schedule kernel tile_m tile_n cluster_m layout bands chunks collective resources program " "clique"),
     ],
-)
+)  # fmt: skip
 def test_plan_every_field_counts(kind: type, names: str) -> None:
     """Each is listed, encoded, compared, documented and saved."""
     assert [*kind.__fields__] == names.split()

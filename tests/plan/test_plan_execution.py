@@ -8,16 +8,14 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures, check_call, check_plan
-from operands import Case, in_layouts_of_rank, rank_device, subgroup, world_name
-from ops import OPS
+from operands import Case, in_layouts_of_rank, place, rank_device, subgroup, world_name
+from ops import OPS, every_op
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Plan
 from overlap_torch.plan.types import Kernel, Layout, Schedule
 from peers import fixed_counts
 from plans import GPU_KERNELS, overlapped_plans, sequential_plan
 from tests import _plan_test
-
-every_op = pytest.mark.parametrize("op", list(OPS))
 
 # Tiles of 16 x 8, so that small outputs have many chunks.
 CPU_TILE = (16, 8)
@@ -134,12 +132,12 @@ def test_plan_execution_cuts_many_rows_of_an_alltoall(
     """Rows for a peer that are many travel in pieces, which leave while later ones are computed."""
     case = Case((3000,), 1027, 16, dtype, bias=True)
     op = OPS["gemm_alltoall"]
-    rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
+    rank = dist.get_rank()
     with overlap_torch.trace() as traced:
         for seed in range(3):
             check_call(failures, case, seed=seed, op=op.name)
     for seed in range(3):
-        counts = op.arguments(case, rank, world, device, seed)[2]
+        counts = op.arguments(case, *place(), seed)[2]
         sent = [count for peer, count in enumerate(counts) if peer != rank and count > 0]
         pieces = len(traced.calls[seed].chunks)
         # Three megabytes at least.
@@ -192,28 +190,6 @@ def test_plan_execution_computes_rows_of_an_alltoall_apart_or_in_turn(
         with fixed_counts(counts):
             for _ in range(3):
                 check_plan(failures, case, plan, counts, "apart", apart, op="gemm_alltoall")
-
-
-def check_templates(failures: Failures, op: str) -> None:
-    """Templates to which nobody says what the tensors are on."""
-    case = Case((64,), 32, 24, bias=True)
-    problem = OPS[op].problem(case, dist.get_world_size())
-    if op == "gemm_alltoall":
-        plans = [plan_module.templates.make_all_to_all(problem)]
-    else:
-        plans = [plan_module.templates.row_panels(problem, 2, tile=CPU_TILE)]
-    if op == "gemm_allreduce":
-        plans.append(plan_module.templates.packed(problem, 3, tile=CPU_TILE))
-    for plan in plans:
-        check_plan(failures, case, plan, "template", op=op)
-
-
-@every_op
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_plan_execution_takes_templates_as_they_are(ranks, op):
-    if ranks.device_type == "cpu" and torch.cuda.is_available():
-        pytest.skip("plans are for GPUs where there are any, unless they name gloo")
-    ranks.expect_no_failures(check_templates, op)
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))

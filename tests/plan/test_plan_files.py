@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checks import Failures, check_call
-from operands import Case
 from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Plan, Problem, use_plan
@@ -44,12 +43,11 @@ def names(kind: str, world: int) -> list[str]:
     return [name for name in FILES[kind] if name != "doubling" or world in (2, 4, 8)]
 
 
-def check_files(failures: Failures, folder: str, cases: list[Case], chunks: int) -> None:
+def check_files(failures: Failures, folder: str) -> None:
     world = dist.get_world_size()
-    files = [(kind, name) for kind in READ for name in names(kind, world)]
-    for kind, name in files:
+    for kind, name in [(each, name) for each in READ for name in names(each, world)]:
         op = FILES[kind][name][0]
-        for case in cases:
+        for case, chunks in ((RAGGED, 1), (RAGGED, 3), (EVEN, 2), (FEW, 2)):
             problem = OPS[op].problem(case, world)
             path = f"{folder}/{kind} {name} {world}"
             plan = READ[kind](path, problem, chunks=chunks, **how_to_edit(problem))
@@ -66,19 +64,9 @@ def write_files(tmp_path, world: int) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.ranks((2, "gloo"))
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_files_of_other_compilers_give_right_results(ranks, tmp_path, chunks):
-    folder = write_files(tmp_path, ranks.world)
-    ranks.expect_no_failures(check_files, folder, [RAGGED], chunks)
-
-
-@pytest.mark.long
-@pytest.mark.ranks((3, "gloo"), (4, "gloo"), (8, "gloo"))
-def test_files_of_other_compilers_give_right_results_on_many_ranks(ranks, tmp_path):
-    folder = write_files(tmp_path, ranks.world)
-    chunks = {3: 2, 4: 3, 8: 1}[ranks.world]
-    ranks.expect_no_failures(check_files, folder, [RAGGED, EVEN, FEW], chunks)
+@pytest.mark.ranks((2, "gloo"), long=[(3, "gloo"), (4, "gloo"), (8, "gloo")])
+def test_files_of_other_compilers_give_right_results(ranks, tmp_path):
+    ranks.expect_no_failures(check_files, write_files(tmp_path, ranks.world))
 
 
 def test_files_in_chunks_wait_for_the_tiles_of_each(tmp_path):
@@ -156,34 +144,22 @@ def step(index: int) -> str:
         ('nchunksperloop="8"', 'nchunksperloop="x"', "nchunksperloop='x', expected an integer"),
         ("<algo", "<plan", "made.xml is <plan>, expected <algo>|is no XML"),
         (step(1), step(1).replace("rrs", "rx"), "gpu 0, tb 0, step 1: type 'rx' is not supported"),
-        (
-            step(0),
-            step(0).replace('srcoff="0"', 'srcoff="8"'),
-            "gpu 0, tb 0, step 0: chunks 8 to 9 of buffer i, which has 8",
-        ),
-        (
-            step(0),
-            step(0).replace('srcbuf="i"', 'srcbuf="x"'),
-            "gpu 0, tb 0, step 0: buffer is 'x', allowed are i, o and s",
-        ),
+        (step(0), step(0).replace('srcoff="0"', 'srcoff="8"'), "gpu 0, tb 0, step 0: chunks 8 to 9 of buffer i, which has 8"),
+        (step(0), step(0).replace('srcbuf="i"', 'srcbuf="x"'), "gpu 0, tb 0, step 0: buffer is 'x', allowed are i, o and s"),
         (
             step(0),
             step(0).replace('depid="-1" deps="-1"', 'depid="7" deps="0"'),
             "step 0: depends on step 0 of tb 7, which is not there",
         ),
         (step(0), "", "gpu 1, tb 0, step 6: rank 0 sends nothing for it on channel 0"),
-        (
-            step(0),
-            step(0).replace('depid="-1" deps="-1"', 'depid="0" deps="3"'),
-            "gpu 0, tb 0, step 0: rank 0 cannot end",
-        ),
+        (step(0), step(0).replace('depid="-1" deps="-1"', 'depid="0" deps="3"'), "gpu 0, tb 0, step 0: rank 0 cannot end"),
         (
             step(0),
             step(0).replace('cnt="1"', 'cnt="2"'),
             "gpu 1, tb 0, step 1: receives 1 chunks, and gpu 0, tb 0, step 0 sends 2",
         ),
     ],
-)
+)  # fmt: skip
 def test_xml_is_refused_with_the_place(tmp_path, old, new, expected):
     assert old in XML
     with pytest.raises(ValueError, match=expected):
@@ -240,37 +216,23 @@ READS, PUTS = read_allreduce(4), put_allgather(4)
         (("gpus", 1, "id"), 3, "not in the order of their ids"),
         (("gpus", 0, "input_chunks"), 6, "chunks, allowed are multiples|chunks"),
         (
-            ("gpus", 0, "channels", 0, "channel_type"),
-            "switch",
-            "gpu 0: channel_type 'switch' is not supported, allowed are memory and port",
-        ),
-        (
-            (*OPS_OF_BLOCK, 0),
-            {"name": "glres"},
-            r"gpu 0, threadblock 0, op 0 \(glres\): .*not supp",
-        ),
+            ("gpus", 0, "channels", 0, "channel_type"), "switch",
+            "gpu 0: channel_type 'switch' is not supported, allowed are memory and port"),
+        ((*OPS_OF_BLOCK, 0), {"name": "glres"}, r"gpu 0, threadblock 0, op 0 \(glres\): .*not supp"),
         ((*OPS_OF_BLOCK, 0), {"name": "pipeline"}, r"op 0 \(pipeline\)"),
         ((*OPS_OF_BLOCK, 7, "reduce_op"), "min", r"op 7 \(rres\): reduce_op 'min' is not supp"),
         (
-            (*OPS_OF_BLOCK, 0),
-            {"name": "nop"},
-            r"gpu 1, threadblock 0, op 1 \(wait\): waits for signal 1, and 1 are given for 2 waits",
-        ),
+            (*OPS_OF_BLOCK, 0), {"name": "nop"},
+            r"gpu 1, threadblock 0, op 1 \(wait\): waits for signal 1, and 1 are given for 2 waits"),
         ((*OPS_OF_BLOCK, 6), {"name": "nop"}, r"barrier 0 of rank 0 is for 2 thread blocks, and 1"),
         (
-            (*OPS_OF_BLOCK, 7, "src_buff", 1),
-            {"switch_channel_id": 0, "index": 0, "size": 1},
-            "switch channels .multimem. are not supported",
-        ),
-        (
-            (*OPS_OF_BLOCK, 7, "src_buff", 1, "buffer_id"),
-            99,
-            "buffer 99 is not one of its thread block's 9",
-        ),
+            (*OPS_OF_BLOCK, 7, "src_buff", 1), {"switch_channel_id": 0, "index": 0, "size": 1},
+            "switch channels .multimem. are not supported"),
+        ((*OPS_OF_BLOCK, 7, "src_buff", 1, "buffer_id"), 99, "buffer 99 is not one of its thread block's 9"),
         ((*OPS_OF_BLOCK, 0, "channel_ids"), [9], "channel 9 is not one of its thread block's 6"),
         (("gpus",), None, "not in the form of an execution plan"),
     ],
-)
+)  # fmt: skip
 def test_execution_plans_are_refused_with_the_place(tmp_path, keys, value, expected):
     text = changed(READS, *keys, value=value)
     with pytest.raises(ValueError, match=expected):

@@ -30,14 +30,6 @@ def test_plan_part_row_puts_every_tile_row_into_one_part(case: tuple[Plan, Grid]
     assert sorted(places) == [(p, row) for p in range(grid.parts) for row in range(height)]
 
 
-@given(st.one_of(parted_plans_and_grids(Op.ALLGATHER_GEMM), parted_plans_and_grids(peers=True)))
-def test_plan_clusters_of_gathers_and_over_peers_lie_in_one_part(case: tuple[Plan, Grid]) -> None:
-    # A GEMM leaves out this rank's own part, or computes one part at a time: no cluster may have tiles of two.
-    plan, grid = case
-    for row in range(0, grid.rows, plan.cluster_m):
-        assert len({plan.part_row(row + i)[0] for i in range(plan.cluster_m)}) == 1
-
-
 @given(PARTED)
 def test_plan_parted_chunks_hold_the_same_rows_of_each_part(case: tuple[Plan, Grid]) -> None:
     plan, grid = case

@@ -60,27 +60,15 @@ PLANS = {
     "invariant": [lambda: at_once(problem(invariance="batch"), kernel="sm90_pingpong")],
     "stripes": [lambda: row_panels(problem(), 2, transport="peer", collective="stripes")],
     "all_to_all": [messages],
-    "direct": [
-        lambda op=op, kernel=kernel: at_once(problem(op, 4), kernel=kernel)
-        for op in REDUCTIONS
-        for kernel in KERNELS
-    ],
+    "direct": [lambda op=op, kernel=kernel: at_once(problem(op, 4), kernel=kernel) for op in REDUCTIONS for kernel in KERNELS],
     "gather_at_once": [lambda: at_once(problem(Op.ALLGATHER_GEMM, 4))],
     "gather": [lambda: over_peers(problem(Op.ALLGATHER_GEMM), 2)],
-    "scatter": [
-        lambda: row_panels(
-            problem(Op.GEMM_REDUCESCATTER, m=2048), [1, 3, 4], kernel="sm90_pingpong"
-        )
-    ],
-}
+    "scatter": [lambda: row_panels(problem(Op.GEMM_REDUCESCATTER, m=2048), [1, 3, 4], kernel="sm90_pingpong")],
+}  # fmt: skip
 WRONG = {
     "owners": [
         ({"kernel": Kernel.LIBRARY}, "kernel library on 2 ranks, allowed are sm90_pingpong, which"),
-        (
-            {"schedule": Schedule.SEQUENTIAL},
-            "collective owners, the schedule sequential, .*allowed are ring, owners or stripes",
-        ),
-    ],
+        ({"schedule": Schedule.SEQUENTIAL}, "collective owners, the schedule sequential, .*allowed are ring, owners or stripes")],
     "owners of three": [
         (
             {
@@ -264,32 +252,21 @@ WRONG = {
             "collective of allgather_gemm is direct, allowed is all_gather: take that",
         ),
     ],
-    "gather": [
-        ({"collective": Collective.RING}, "of allgather_gemm is ring, allowed is all_gather")
-    ],
+    "gather": [({"collective": Collective.RING}, "of allgather_gemm is ring, allowed is all_gather")],
     "scatter": [
         (
             {"collective": Collective.RING},
             "ring with the transport nccl, allowed is peer: take .* the collective reduce_scatter",
         )
     ],
-}
+}  # fmt: skip
 
 OVER_PEERS = ["ring", "stripes", "all_to_all", "direct", "gather_at_once", "gather"]
 WRONG_OVER_PEERS = [
-    (
-        {"resources": Resources(lanes=2)},
-        "plan of .* travels by peer with the collective .* lanes = 2, allowed are .* one lane",
-    ),
-    (
-        {"resources": Resources(window=True)},
-        "window = true with the transport peer, but symmetric windows are NCCL's: take nccl",
-    ),
-    (
-        {"layout": Layout.PACKED},
-        "plan of .* travels by peer with the collective .* the layout packed, .*allowed are .*row_major",
-    ),
-]
+    ({"resources": Resources(lanes=2)}, "plan of .* travels by peer with the collective .* lanes = 2, allowed are .* one lane"),
+    ({"resources": Resources(window=True)}, "window = true with the transport peer, but symmetric windows are NCCL's: take nccl"),
+    ({"layout": Layout.PACKED}, "plan of .* travels by peer with the collective .* the layout packed, .*allowed are .*row_major"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

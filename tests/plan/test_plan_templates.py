@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -136,18 +137,16 @@ def test_plan_templates_travel_as_the_machines_tensors_do(monkeypatch, cuda: boo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     problem = Problem(512, 512, 64, torch.bfloat16, 2)
     exchange = Problem(0, 512, 64, torch.bfloat16, 2, "gemm_alltoall")
-    made = [
-        row_panels(problem, 2),
-        row_panels(problem, 2, tile=(64, 64), lanes=2),
-        packed(problem, 2),
-        make_all_to_all(exchange),
-        make_all_to_all(exchange, "library", Resources()),
-    ]
     usual = Transport.NCCL if cuda else Transport.GLOO
-    assert [plan.chunks[0].transport for plan in made] == [usual] * len(made)
-    whole = row_panels(problem, 1)
-    named = row_panels(problem, 1, transport=usual)
-    assert whole == named, "the tiles are the transport's, too"
+    for make in (
+        partial(row_panels, problem, 1),
+        partial(row_panels, problem, 2, tile=(64, 64), lanes=2),
+        partial(packed, problem, 2),
+        partial(make_all_to_all, exchange),
+        partial(make_all_to_all, exchange, "library", Resources()),
+    ):
+        assert make().chunks[0].transport == usual
+        assert make() == make(transport=usual), "the tiles are the transport's, too"
     for_gpus = [
         *({"kernel": kernel} for kernel in ("sm80", "sm90_pingpong", "sm90_cooperative")),
         *({name: 8} for name in ("comm_sms", "max_ctas", "smem_pad_bytes", "finish_ctas")),
@@ -189,8 +188,3 @@ def test_plan_json_is_readable_and_checked() -> None:
     del data["layout"]
     with pytest.raises(ValueError, match=r"lacks the fields \['layout'\]"):
         plans.files.from_dict(data)
-
-
-def test_plan_saves_and_loads(tmp_path) -> None:
-    plans.files.save(example(), tmp_path / "plan.json")
-    assert plans.files.load(tmp_path / "plan.json") == example()

@@ -39,39 +39,28 @@ problems = st.builds(
 # --- candidates -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(problems, machines)
-def test_planner_candidates_are_valid_and_distinct(problem: Problem, machine: Machine) -> None:
-    found = checked_candidates(problem, machine)
-    assert found[0] == make_sequential(problem, machine)
-    assert found[0].schedule == Schedule.SEQUENTIAL
-    for plan in found[1:]:
-        assert plan.schedule == Schedule.OVERLAPPED
-
-
-@settings(max_examples=150, deadline=None)
-@given(problems, machines)
-def test_planner_candidates_leave_sms_to_all_lanes(problem: Problem, machine: Machine) -> None:
-    for plan in plans.candidates(problem, machine)[1:]:
-        left = plan.resources.comm_sms
-        limits = {chunk.max_ctas for chunk in plan.chunks}
-        if machine.arch == 0:
-            assert (left, limits, plan.resources.lanes) == (0, {0}, 1)
-            continue
-        assert limits == {left // plan.resources.lanes}
-        assert 0 < 2 * left <= machine.sm_count
-        if machine.arch == 90 and machine.link_gbps <= 30:  # as measured
-            assert left <= 8
-
-
-@settings(max_examples=150, deadline=None)
-@given(problems, machines)
-def test_planner_takes_windows_and_exchanges_only_where_they_work(
+def test_planner_candidates_are_valid_and_use_what_there_is(
     problem: Problem, machine: Machine
 ) -> None:
-    for plan in plans.candidates(problem, machine):
+    """The sequence first. Others leave SMs to all lanes, and have windows and exchanges only where those work."""
+    sequence, *overlapped = checked_candidates(problem, machine)
+    assert sequence == make_sequential(problem, machine)
+    assert sequence.schedule == Schedule.SEQUENTIAL
+    measured = machine.arch == 90 and not 30 < machine.link_gbps < 180
+    for plan in overlapped:
+        assert plan.schedule == Schedule.OVERLAPPED
+        left, lanes = plan.resources.comm_sms, plan.resources.lanes
+        limits = {chunk.max_ctas for chunk in plan.chunks}
+        if machine.arch == 0:
+            assert (left, limits, lanes) == (0, {0}, 1)
+        else:
+            assert limits == {left // lanes}
+            assert 0 < 2 * left <= machine.sm_count
+            if machine.arch == 90 and machine.link_gbps <= 30:  # as measured
+                assert left <= 8
         exchange = plan.collective == Collective.EXCHANGE
-        measured = machine.arch == 90 and not 30 < machine.link_gbps < 180
         assert (plan.layout == Layout.PACKED) >= exchange
         if measured:
             assert (plan.layout == Layout.PACKED) == exchange
@@ -79,8 +68,7 @@ def test_planner_takes_windows_and_exchanges_only_where_they_work(
             assert machine.windows and (machine.link_gbps >= 180 or not measured)
         if exchange:
             assert plan.resources.window or machine.link_gbps < 60 or not measured
-            assert problem.world_size == 2
-            assert problem.op == Op.GEMM_ALLREDUCE
+            assert (problem.world_size, problem.op) == (2, Op.GEMM_ALLREDUCE)
 
 
 COLLECTIVES = {
@@ -291,9 +279,6 @@ def test_planner_overlaps_on_cpu() -> None:
     plan = make_plan(big(m=2048, n=2048, k=2048, dtype=DType.FLOAT32), cpu())
     assert plan.schedule == Schedule.OVERLAPPED
     assert 2 <= len(plan.chunks) <= 4
-    for op in (Op.GEMM_ALLREDUCE, *PARTED):
-        small = make_plan(big(m=64, n=64, k=64, dtype=DType.FLOAT32, op=op), cpu())
-        assert small.schedule == Schedule.SEQUENTIAL
 
 
 SHORT_ON_CPU_US = 4000.0
@@ -304,7 +289,7 @@ SHORT_ON_CPU_US = 4000.0
 def test_planner_leaves_short_problems_on_cpu_in_one_piece(op: Op, world: int) -> None:
     """Each chunk costs a millisecond there, however little it holds."""
     short = 0
-    for m, n, k in itertools.product((64, 1500, 6000, 24000), (8, 64, 1000, 4000), (8, 64, 512)):
+    for m, n, k in itertools.product((32, 1500, 6000, 24000), (8, 64, 1000, 4000), (8, 64, 512)):
         problem = big(m=m * world, n=n, k=k, dtype=DType.FLOAT32, op=op, world_size=world)
         sequence = make_sequential(problem, cpu())
         if total(sequence, cpu()) < SHORT_ON_CPU_US:

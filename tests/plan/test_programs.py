@@ -14,8 +14,8 @@ import torch.distributed as dist
 import overlap_torch
 import rank_pool
 from checks import Failures, check_call, message_of
-from operands import Case, rank_device, world_name
-from ops import OPS, tensors_of
+from operands import place, rank_device, world_name
+from ops import OPS, every_op, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Machine, Plan, Problem, use_plan, validate
 from overlap_torch.plan.programs import Editor, Program, Rectangle, Region, edit
@@ -35,33 +35,19 @@ from programs import (
 from tests.ops.test_autograd import output_gradients, right_gradients
 
 CPU = Machine(arch=0, sm_count=2, sm_gflops=10.0, link_latency_us=50.0, link_gbps=2.0)
-every_op = pytest.mark.parametrize("op", list(OPS))
 
 
 # --- results --------------------------------------------------------------------------------------------------
 
 
-def check_templates(
-    failures: Failures, ops: list[str], cases: list[Case], chunks: list[int]
-) -> None:
-    for op, case, count in itertools.product(ops, cases, chunks):
-        for label, plan in template_plans(op, case, dist.get_world_size(), count):
+@pytest.mark.ranks((2, "gloo"), long=[(3, "gloo"), (8, "gloo")], whole=[(4, "gloo")])
+@every_op
+def test_programs_of_templates_are_exact(failures: Failures, op: str) -> None:
+    for case, chunks in ((RAGGED, 2), (RAGGED, 3), (FEW, 3), (EVEN, 1)):
+        for label, plan in template_plans(op, case, dist.get_world_size(), chunks):
             with use_plan(plan):
                 for seed in (1, 2):
                     check_call(failures, case, label, seed=seed, op=op)
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_programs_of_templates_are_exact(ranks):
-    ranks.expect_no_failures(check_templates, list(OPS), [RAGGED], [2])
-
-
-@pytest.mark.long
-@pytest.mark.ranks((3, "gloo"), (8, "gloo"), whole=[(2, "gloo"), (4, "gloo")])
-@every_op
-def test_programs_of_templates_are_exact_in_chunks_of_any_number(ranks, op):
-    ranks.expect_no_failures(check_templates, [op], [RAGGED, FEW], [3])
-    ranks.expect_no_failures(check_templates, [op], [EVEN], [1])
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -71,7 +57,7 @@ def test_programs_serve_gradients(failures: Failures) -> None:
     for op, case in itertools.product(OPS, (EVEN, EVEN.with_(n=EVEN.k, k=EVEN.n))):
         plan_module.set_plan(template_plans(op, case, world, 2)[0][1])
     for op in OPS:
-        arguments = OPS[op].arguments(EVEN, rank, world, device)
+        arguments = OPS[op].arguments(EVEN, *place())
         leaves = tensors_of(arguments)
         for leaf in leaves:
             leaf.requires_grad_()
@@ -247,54 +233,28 @@ REFUSED = {
     "no tiles": (hand(lambda p, part: [p.arrived(part)]), "writes rank .*product.*while"),
     "no arrival": (
         hand(lambda p, part: [p.tiles(part)], streams=2),
-        "rank .*product.*while.*add the tiles or the transfer to what the other one needs",
-    ),
+        "rank .*product.*while.*add the tiles or the transfer to what the other one needs"),
     "left out": (hand(needs_all, range(1, 3)), "rank .*in place of 0 1 2 3"),
     "twice": (hand(needs_all, range(1, 5)), "rank .*a second time"),
-    "lanes": (
-        lambda: validate(with_field(resources=plan_module.types.Resources(lanes=2))),
-        "program and 2 lanes, allowed is 1",
-    ),
+    "lanes": (lambda: validate(with_field(resources=plan_module.types.Resources(lanes=2))), "program and 2 lanes, allowed is 1"),
     "many": (lambda: validate(with_program(0, 43)), "1032 transfers, allowed are 1 to 1024"),
     "scratch": (lambda: validate(with_program(2**50, 1)), "scratch_rows = .*allowed are 0 to"),
     "ranks": (
-        lambda: plan_module.programs.ring(Problem(90, 8, 8, "float32", 9), transport="gloo"),
-        "9 ranks, allowed are 2 to 8",
-    ),
+        lambda: plan_module.programs.ring(Problem(90, 8, 8, "float32", 9), transport="gloo"), "9 ranks, allowed are 2 to 8"),
     "hosts": (
         lambda: plan_module.programs.one_shot(PROBLEM, transport="peer", ranks_per_host=3),
-        "clique = 3 on 4 ranks, allowed are divisors",
-    ),
-    "a ring of messages": (
-        lambda: plan_module.programs.ring(TO_ALL),
-        "take one_shot",
-    ),
-    "copies over nccl": (
-        lambda: over_nccl("copy_engine"),
-        "goes by copy_engine.*take by = nccl or any",
-    ),
+        "clique = 3 on 4 ranks, allowed are divisors"),
+    "a ring of messages": (lambda: plan_module.programs.ring(TO_ALL), "take one_shot"),
+    "copies over nccl": (lambda: over_nccl("copy_engine"), "goes by copy_engine.*take by = nccl or any"),
     "sms over nccl": (lambda: over_nccl("sms"), "goes by sms.*take by = nccl or any"),
     "message left out": (
-        lambda: messages(lambda p: p.push(p.message(p.rank + 1), to=p.rank + 1)),
-        "leaves out.*from rank 0 to 2",
-    ),
+        lambda: messages(lambda p: p.push(p.message(p.rank + 1), to=p.rank + 1)), "leaves out.*from rank 0 to 2"),
     "message twice": (
-        lambda: messages(lambda p: [p.push(p.message(1), to=1) for _ in range(2)]),
-        "sends twice.*from rank 0 to 1",
-    ),
-    "another rank's message": (
-        lambda: messages(lambda p: p.push(p.message(p.rank + 1), to=p.rank + 2)),
-        "shares of one message",
-    ),
-    "message in columns": (
-        lambda: messages(lambda p: p.push(p.message(1).columns(0, 8), to=1)),
-        "cut into columns",
-    ),
-    "message added": (
-        lambda: messages(lambda p: p.push(p.message(0), to=0, reduce=True)),
-        "adds nothing up",
-    ),
-}
+        lambda: messages(lambda p: [p.push(p.message(1), to=1) for _ in range(2)]), "sends twice.*from rank 0 to 1"),
+    "another rank's message": (lambda: messages(lambda p: p.push(p.message(p.rank + 1), to=p.rank + 2)), "shares of one message"),
+    "message in columns": (lambda: messages(lambda p: p.push(p.message(1).columns(0, 8), to=1)), "cut into columns"),
+    "message added": (lambda: messages(lambda p: p.push(p.message(0), to=0, reduce=True)), "adds nothing up"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

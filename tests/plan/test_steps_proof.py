@@ -114,10 +114,7 @@ def over_peers(world: int) -> list[Plan]:
     made += [at_once(problem(op, 512), kernel=Kernel.SM90_PINGPONG) for op in reductions]
     made += [at_once(problem(op, 512)) for op in (*reductions, Op.ALLGATHER_GEMM)]
     few = Problem(8, 1024, 256, DType.BFLOAT16, world)
-    made += [
-        at_once(few),
-        at_once(few, kernel=Kernel.SM90_PINGPONG, schedule="sequential"),
-    ]
+    made += [at_once(few), at_once(few, kernel=Kernel.SM90_PINGPONG, schedule="sequential")]
     for comm_sms in (0, 2):
         gather = problem(Op.ALLGATHER_GEMM)
         made.append(row_panels(gather, 2, comm_sms=comm_sms, **ring))
@@ -185,10 +182,6 @@ def is_signalled_later(change: Change) -> bool:
     return any(number > change.step["number"] for number in numbers)
 
 
-def ends_in_a_gemm(change: Change) -> bool:
-    return any(step.get("ends_call") for step in change.made["steps"])
-
-
 def lanes_begin_behind_the_caller(change: Change) -> bool:
     """True if the side lanes that are not forked carry nothing, or begin after a step that another lane has since."""
     forked = int(change.what.split()[2])
@@ -212,10 +205,6 @@ def lanes_end_before_the_caller(change: Change) -> bool:
         if i in waited:
             waited.update(steps[i]["after"])
     return set(last.values()) <= waited
-
-
-def comes_behind_the_fork(change: Change) -> bool:
-    return change.made["steps"][int(change.what.rpartition("#")[2])]["step"] == "fork"
 
 
 def stores_into_no_slot(change: Change) -> bool:
@@ -246,77 +235,41 @@ def comes_behind_all_chunks(change: Change) -> bool:
     )
 
 
-def sums_no_rows(change: Change) -> bool:
-    """True of a wait for terms of which this rank has none to add up."""
-    behind = change.made["steps"][change.index + 1]
-    return behind["step"] == "add_terms" and behind["rows"] == 0
-
-
 def announces_nothing(change: Change) -> bool:
     steps = [change.made["steps"][index] for index in change.step["after"]]
     return bool(steps) and all(step["step"] == "copy" and step["bytes"] == 0 for step in steps)
 
 
-def adds_terms(change: Change) -> bool:
-    return change.case.plan.collective == Collective.OWNERS
-
-
 # Each change, why it may do no harm, and when.
 HARMLESS: list[tuple[str, str, Callable[[Change], bool]]] = [
+    ("signal left out", "numbers only grow: a later step's stands for this one's", is_signalled_later),
     (
-        "signal left out",
-        "numbers only grow: a later step's stands for this one's",
-        is_signalled_later,
-    ),
-    (
-        "signal without to_self",
-        "a rank awaits its own last step alone, and only in a GEMM that ends the call",
-        lambda change: is_signalled_later(change) or not ends_in_a_gemm(change),
-    ),
-    (
-        "fork of ",
-        "the lane carries nothing, or begins behind a step that comes behind the fork",
-        lanes_begin_behind_the_caller,
-    ),
+        "signal without to_self", "a rank awaits its own last step alone, and only in a GEMM that ends the call",
+        lambda change: is_signalled_later(change) or not any(step.get("ends_call") for step in change.made["steps"])),
+    ("fork of ", "the lane carries nothing, or begins behind a step that comes behind the fork", lanes_begin_behind_the_caller),
     (
         "wait_for_peers without after",
         "it would look earlier, and hold its SM for longer, on a lane that waits for nothing else",
-        lambda change: change.step["lane"] == "copy",
-    ),
+        lambda change: change.step["lane"] == "copy"),
+    ("join left out", "the caller's last launches wait for the last step of each lane", lanes_end_before_the_caller),
     (
-        "join left out",
-        "the caller's last launches wait for the last step of each lane",
-        lanes_end_before_the_caller,
-    ),
+        "send_receive without after", "it names the fork, behind which its lane is anyway",
+        lambda change: change.made["steps"][int(change.what.rpartition("#")[2])]["step"] == "fork"),
+    ("wait_for_slots left out", "all of this rank's messages travel by NCCL", stores_into_no_slot),
     (
-        "send_receive without after",
-        "it names the fork, behind which its lane is anyway",
-        comes_behind_the_fork,
-    ),
+        "gemm without awaits_chunks", "it takes the own rows alone, or comes behind a launch that has awaited all chunks",
+        lambda change: takes_own_rows_alone(change) or comes_behind_all_chunks(change)),
     (
-        "wait_for_slots left out",
-        "all of this rank's messages travel by NCCL",
-        stores_into_no_slot,
-    ),
-    (
-        "gemm without awaits_chunks",
-        "it takes the own rows alone, or comes behind a launch that has awaited all chunks",
-        lambda change: takes_own_rows_alone(change) or comes_behind_all_chunks(change),
-    ),
-    ("wait_for_peers", "this rank owns no rows of the chunk", sums_no_rows),
-    (
-        "copy without after",
-        "it has no bytes, as this rank owns no rows of the chunk",
-        lambda change: change.step["bytes"] == 0,
-    ),
+        "wait_for_peers", "this rank has no rows of the chunk, whose terms it would add up",
+        lambda change: (change.behind[0]["step"], change.behind[0].get("rows")) == ("add_terms", 0)),
+    ("copy without after", "it has no bytes, as this rank owns no rows of the chunk", lambda change: change.step["bytes"] == 0),
     ("signal without after", "the copies that it announces have no bytes", announces_nothing),
-    ("gemm without rounds", "the same terms are added, one of them with more bits", adds_terms),
+    ("gemm without rounds", "the same terms are added, one of them with more bits",
+     lambda change: change.case.plan.collective == Collective.OWNERS),
     (
-        "gemm with place 0 shifted",
-        "a launch of the own rows' tiles reads the op's input, not the gathered rows",
-        takes_own_rows_alone,
-    ),
-]
+        "gemm with place 0 shifted", "a launch of the own rows' tiles reads the op's input, not the gathered rows",
+        takes_own_rows_alone),
+]  # fmt: skip
 
 
 def harmful(case: Case, rank: int, work: bool) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The benchmark's command line, its tables and its plot."""
+"""The command lines of the benchmark and of its studies, its tables and its plot."""
 
 from __future__ import annotations
 
@@ -132,3 +132,18 @@ def test_bench_summary_takes_the_median_of_turns():
     first, second = bench("measure").summary(samples.double())
     assert (first.median, first.host) == (2.0, pytest.approx(0.2))
     assert (second.p10, second.p90) == (9.0, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["experts", "--models", "gpt-5"], "--models: gpt-5: choose from qwen3-235b"),
+        (["attention", "--models", "gpt-5"], "--models: gpt-5: choose from llama-3-8b"),
+        (["programs"], "argument study: invalid choice: 'programs'"),
+    ],
+    ids=str,
+)
+def test_studies_say_what_is_allowed(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        bench("study").main([*argv, "--device", "cpu"])
+    assert message in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -12,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import overlap_torch
 import rank_pool
 from run_snippets import BLOCK, program
+from tests.tools.test_examples import environment_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE_PARENT = Path(overlap_torch.__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_SNIPPETS = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
 TEXTS = [
@@ -36,14 +34,7 @@ def run_pages(folder: Path, pages: list[Path], **more: str) -> str:
     """The output of two ranks that run these pages, one after the other."""
     logs = [folder / "rank0", folder / "rank1"]
     ranks = []
-    environment = os.environ | {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MPLCONFIGDIR": str(folder),
-        "OMP_NUM_THREADS": "1",
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join([str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]),
-        **more,
-    }
+    environment = environment_of(folder, TRITON_INTERPRET="1", **more)
     for rank in range(2):
         script = str(ROOT / "tests/lib/run_snippets.py")
         command = [sys.executable, script, str(folder), str(rank), "2", *map(str, pages)]

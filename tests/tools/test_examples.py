@@ -20,15 +20,16 @@ PACKAGE_PARENT = Path(overlap_torch.__file__).resolve().parent.parent
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
 
 
+def environment_of(folder: Path, **more: str) -> dict[str, str]:
+    """The environment of a rank that a user starts in the folder."""
+    path = os.pathsep.join([str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")])
+    own = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(folder)}
+    return os.environ | own | {"PYTHONPATH": path, **more}
+
+
 def run(*command: str, folder: Path, status: int = 0) -> str:
     """The command's output; fails with it if the command ends with another status. No GPU is visible to it."""
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "MPLCONFIGDIR": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = environment_of(folder, CUDA_VISIBLE_DEVICES="")
     result = subprocess.run(
         [sys.executable, *command],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False,

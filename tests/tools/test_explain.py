@@ -150,33 +150,14 @@ def test_explain_refuses_what_cannot_run() -> None:
 
 MAPPED = {
     "panels": (panels(4), WINDOWS),
-    "exchange": (
-        packed(
-            big(m=1000, n=1000),
-            [40, 24],
-            collective="exchange",
-            kernel="sm90_pingpong",
-            comm_sms=16,
-        ),
-        WINDOWS,
-    ),
-    "scatter": (
-        row_panels(
-            big(m=2000, op=Op.GEMM_REDUCESCATTER), [6, 2], kernel="sm90_pingpong", comm_sms=16
-        ),
-        WINDOWS,
-    ),
-    "gather": (
-        row_panels(
-            big(m=2048, world_size=4, op=Op.ALLGATHER_GEMM), 2, kernel="sm90_pingpong", comm_sms=16
-        ),
-        WINDOWS,
-    ),
+    "exchange": (packed(big(m=1000, n=1000), [40, 24], collective="exchange", kernel="sm90_pingpong", comm_sms=16), WINDOWS),
+    "scatter": (row_panels(big(m=2000, op=Op.GEMM_REDUCESCATTER), [6, 2], kernel="sm90_pingpong", comm_sms=16), WINDOWS),
+    "gather": (row_panels(big(m=2048, world_size=4, op=Op.ALLGATHER_GEMM), 2, kernel="sm90_pingpong", comm_sms=16), WINDOWS),
     "ring": (row_panels(big(), 1, kernel="sm90_pingpong", transport="peer"), PEERS),
     "direct": (at_once(big(m=512), kernel="sm90_pingpong"), PEERS),
     "sequence": (make_sequential(big(), PEERS), PEERS),
     "cpu": (row_panels(big(m=2048, n=2048), 4, transport="gloo"), cpu()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MAPPED)

@@ -19,6 +19,7 @@ from operands import rank_device
 from overlap_torch.plan import Problem, use_plan
 from overlap_torch.plan.templates import row_panels
 from overlap_torch.plan.types import DType, Op
+from tests.tools.test_trace import expect_ordered
 
 M, N, K, CHUNKS = 1024, 512, 256, 2
 
@@ -48,14 +49,7 @@ def test_trace_and_report_on_gpus(failures: Failures) -> None:
     device = str(rank_device())
     found = [(c.op, c.m, c.n, c.k, c.dtype, c.device, len(c.chunks)) for c in traced.calls]
     failures.equal(found, [("allgather_gemm", M, N, K, "bfloat16", device, CHUNKS)] * 2, "calls")
-    begin_us = 0.0
-    for call in traced.calls:
-        ordered = begin_us <= call.start_us and 0 < call.gemm_end_us <= call.end_us
-        ordered = ordered and all(
-            0 <= chunk.begin_us <= chunk.end_us <= call.end_us for chunk in call.chunks
-        )
-        failures.expect(None if ordered else f"{call}", "order")
-        begin_us = call.start_us + call.end_us
+    expect_ordered(failures, traced.calls)
     rows = [row for row in overlap_torch.report() if row["group"] == group.group_name]
     facts = [(row["op"], row["dtype"], row["device"], row["calls"]) for row in rows]
     failures.equal(facts, [("allgather_gemm", "bfloat16", "cuda", 2)], "report")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -123,16 +124,11 @@ def check_files(failures: Failures, folder: str) -> None:
     with open(f"{folder}/timeline{rank}.png", "rb") as file:
         failures.equal(file.read(4), b"\x89PNG", "picture", "is no PNG")
     failures.raises("no call to draw", overlap_torch.trace().plot, f"{folder}/none{rank}.png")
-    found = sys.modules["matplotlib.figure"]
-    sys.modules["matplotlib.figure"] = None
-    message = ""
-    try:
+    with (
+        mock.patch.dict(sys.modules, {"matplotlib.figure": None}),
+        pytest.raises(ImportError, match="pip install matplotlib"),
+    ):
         traced.plot(f"{folder}/none{rank}.png")
-    except ImportError as error:
-        message = str(error)
-    finally:
-        sys.modules["matplotlib.figure"] = found
-    failures.holds("pip install matplotlib", message, "no matplotlib")
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -168,24 +164,17 @@ def test_trace_counts_from_the_first_call_of_each_device():
 
 
 def test_trace_picture_explains_every_mark_and_has_the_sequence_above(tmp_path):
-    pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib")
     chunks = (Chunk(0, 1.0, 2.0, 6.0), Chunk(1, 6.0, 7.0, 9.0))
     call = Call("gemm_allreduce", 3, 4, 5, "float32", 2, "g", "cpu", 0.0, 5.0, 10.0, chunks)
     bars = [Bar(0.0, 6.0, "blue", "GEMM"), Bar(6.0, 20.0, "red", "all-reduce")]
     path = tmp_path / "picture.svg"
-    with matplotlib_text():
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # words are text
         timeline.write_picture({"rank 0": [call]}, path, "title", before={"in turn": bars})
     words = re.findall(r">([^<>]+)</text>", path.read_text())
     assert words[words.index("in turn") :][:3] == ["in turn", "rank 0: GEMM", "communication"]
     assert {"GEMM", "all-reduce", "50% hidden", "0", "1", "a chunk is ready"} <= set(words)
     assert {"communication, with the chunk's number", "the GEMM has ended"} <= set(words)
-
-
-def matplotlib_text():
-    """SVG in which words are text."""
-    import matplotlib
-
-    return matplotlib.rc_context({"svg.fonttype": "none"})
 
 
 @pytest.mark.ranks((2, "gloo"))

@@ -70,24 +70,6 @@ def tune(folder: str, *problems: Problem, **options: Any) -> list[_session.Tuned
         return overlap_torch.tune(problems, device="cpu", repeats=2, **options)
 
 
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_measures_once_and_gives_all_ranks_the_same(
-    failures: Failures, tmp_path: Path
-) -> None:
-    problems = [problem(op) for op in ALL]
-    first, second = (tune(str(tmp_path), *problems, modes=("call", "row")) for _ in range(2))
-    for one in (*first, *second):
-        assert one.times[0][0].schedule == Schedule.SEQUENTIAL and len(one.times) > 1
-        assert one.plan in [measured for measured, _ in one.times]
-        assert one.gain > 0.0
-    failures.alike((told(first), told(second)))
-    sources = [{one.source for one in tuned} for tuned in (first, second)]
-    failures.equal(sources, [{"measured"}, {"cache"}])
-    failures.equal([one.plan for one in first], [one.plan for one in second])
-    failures.equal([one.mode for one in first], ["call", "row"] * len(ALL))
-    failures.equal(len(list(tmp_path.rglob("*.json"))), len(ALL), "files")
-
-
 # A scaled problem has these beside its sizes: dtype, recipe, output_dtype and fast_accum.
 SCALED = (
     ("float8_e4m3fn", "tensor_wise", "bfloat16", False),
@@ -104,22 +86,33 @@ def scaled_problem(
     return Problem(64, 144, 160, dtype, dist.get_world_size(), op, recipe, output_dtype, fast_accum)
 
 
+@pytest.mark.parametrize("modes", [("call", "row"), ("call",)], ids=["usual", "scaled"])
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_measures_scaled_operands_by_recipe_output_and_accumulation(
-    failures: Failures, tmp_path: Path
+def test_tune_measures_once_and_gives_all_ranks_the_same(
+    failures: Failures, tmp_path: Path, modes: tuple[str, ...]
 ) -> None:
-    problems = [scaled_problem(op, *one) for op in ALL for one in SCALED]
-    results = [tune(str(tmp_path), *problems) for _ in range(2)]
-    for tuned in results:
-        assert [one.problem for one in tuned] == problems
-        assert [one.plan.problem for one in tuned] == problems
-        assert all(one.times for one in tuned)
-    ran = [repr(problem) for problem, _ in _tune.called(world_name(), "cpu")]
-    assert [ran.count(repr(one)) for one in problems] == [1] * len(problems)
-    sources = [{one.source for one in tuned} for tuned in results]
+    """Operands as they are, in two modes; and scaled ones by recipe, output and accumulation."""
+    scaled = len(modes) == 1
+    problems = [problem(op) for op in ALL]
+    if scaled:
+        problems = [scaled_problem(op, *one) for op in ALL for one in SCALED]
+    first, second = (tune(str(tmp_path), *problems, modes=modes) for _ in range(2))
+    for tuned in (first, second):
+        assert [one.problem for one in tuned] == [each for each in problems for _ in modes]
+        assert [one.plan.problem for one in tuned] == [one.problem for one in tuned]
+    for one in (*first, *second):
+        assert one.times[0][0].schedule == Schedule.SEQUENTIAL and (len(one.times) > 1) != scaled
+        assert one.plan in [measured for measured, _ in one.times]
+        assert one.gain > 0.0
+    if scaled:
+        ran = [repr(problem) for problem, _ in _tune.called(world_name(), "cpu")]
+        assert [ran.count(repr(one)) for one in problems] == [1] * len(problems)
+    failures.alike((told(first), told(second)))
+    sources = [{one.source for one in tuned} for tuned in (first, second)]
     failures.equal(sources, [{"measured"}, {"cache"}])
-    failures.alike(told(results[0]))
-    failures.equal(len(list(tmp_path.rglob("*.json"))), len(ALL) * len(SCALED), "files")
+    failures.equal([one.plan for one in first], [one.plan for one in second])
+    failures.equal([one.mode for one in first], [*modes] * len(problems))
+    failures.equal(len(list(tmp_path.rglob("*.json"))), len(problems), "files")
 
 
 @pytest.mark.parametrize("recipe", ["tensor_wise", "row_wise", "block_wise"])
