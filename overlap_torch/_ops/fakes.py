@@ -24,6 +24,12 @@ def check_operands(
         input.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2),
         lambda: f"{op}: input is {input.dtype}; fp8 operands need scale_input and scale_weight",
     )
+    torch._check_type(
+        input.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        lambda: (
+            f"{op}: input is {input.dtype}; supported are bfloat16, float16, float32 and float64"
+        ),
+    )
 
 
 def check_shapes(
