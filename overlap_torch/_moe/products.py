@@ -34,6 +34,7 @@ for _schema in (
 
 # PyTorch's gradients of weights are faster if experts have fewer rows on average.
 _FEW_ROWS = 256
+_MOST_IN_PARTS = 512  # experts of a rank whose product the GEMM makes in two parts
 
 
 def _ends(offs: torch.Tensor) -> list[tuple[int, int]]:
@@ -157,7 +158,8 @@ def _dispatch_hidden(
     multiplied.
     """
     *form, keep, group = how
-    if peers and _gate_fits(x, weight, up, bias, weight.shape[0], *form[-2:]):
+    own = weight.shape[0]
+    if peers and own <= _MOST_IN_PARTS and _gate_fits(x, weight, up, bias, own, *form[-2:]):
         rows, offs, counts, home, source, splits, *made = _ops._moe_peer_up(
             x,
             topk_ids,
@@ -189,8 +191,8 @@ def _dispatch_hidden(
 def _spread_linear(x, choices, routes, place, sent, source, splits, ranks_first, *how):
     """`_moe_spread`, then `_moe_linear`: both results. It has no gradients. On Hopper as `_moe_dispatch_hidden`."""
     weight, offs, group = how
-    stride = peer_stride(splits)
-    if stride is not None and _ours_fit([x], [weight], [], offs.shape[0]):
+    stride, own = peer_stride(splits), offs.shape[0]
+    if stride is not None and own <= _MOST_IN_PARTS and _ours_fit([x], [weight], [], own):
         return _ops._moe_peer_spread_linear(x, choices, routes, source, stride, weight, offs, group)
     how = (routes, place, sent, source, splits, ranks_first, group)
     rows = _ops._moe_spread(x, choices, *how)

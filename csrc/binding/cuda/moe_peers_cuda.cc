@@ -82,11 +82,6 @@ Rows rows_of(const Exchange& exchange, const CopyCall& call, const Tensor& x, in
   return made;
 }
 
-// The GEMM takes the ranges of so many experts in two parts.
-bool ranges_fit(int64_t experts) {
-  return 2 * experts <= kernels::kMaxGroupedExperts;
-}
-
 // Copy engines carry x to the same place of all peers' slots, and announce it.
 void push_tokens(const Exchange& exchange, CopyCall& call, const Tensor& x, int64_t at,
                  int64_t stride, int32_t step) {
@@ -179,7 +174,7 @@ struct Dispatched {
   std::optional<Product> product;
 };
 
-// The experts' weights that multiply a dispatch's rows.
+// The experts' weights, at most half of kMaxGroupedExperts: with them copies carry a dispatch's tokens.
 struct Factor {
   const Tensor& weight;
   const std::optional<Tensor>& up;
@@ -223,7 +218,7 @@ class Dispatch {
         ranks_first_(ranks_first),
         max_rows_(max_rows),
         factor_(factor),
-        copies_(factor != nullptr && ranges_fit(factor->weight.size(0))) {
+        copies_(factor != nullptr) {
     found_.routes = find_routes(ids_, experts, false);
     found_.home = empty_longs(ids, ids.numel());
     found_.known = empty_longs(ids, 4 * exchange.ranks() + 2);
@@ -345,25 +340,17 @@ class Dispatch {
 
   // Makes the rows and their product, and ends the call.
   std::optional<Product> multiply(CopyCall& call, const Rows& made) const {
-    std::optional<Product> product;
 #if defined(OVERLAP_WITH_SM90)
-    if (factor_ != nullptr) {
-      product = product_of(made.rows, factor_->weight, factor_->up, factor_->bias, std::nullopt,
-                           found_.offs, factor_->form, factor_->keep);
-    }
     if (copies_) {
-      multiply_in_parts(exchange_, call, made, *product, found_.offs, kTokens);
+      Product product = product_of(made.rows, factor_->weight, factor_->up, factor_->bias,
+                                   std::nullopt, found_.offs, factor_->form, factor_->keep);
+      multiply_in_parts(exchange_, call, made, product, found_.offs, kTokens);
       return product;
     }
 #endif
     made.gather(exchange_);
     call.end();
-#if defined(OVERLAP_WITH_SM90)
-    if (product.has_value()) {
-      C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(product->params, exchange_.stream()));
-    }
-#endif
-    return product;
+    return std::nullopt;
   }
 
   const Exchange& exchange_;
@@ -374,7 +361,7 @@ class Dispatch {
   const bool ranks_first_;
   const int64_t max_rows_;
   const Factor* const factor_;
-  const bool copies_;  // a factor's tokens
+  const bool copies_;
   Found found_;
 };
 
@@ -402,7 +389,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> dispatch(
 Tensor spread(const Tensor& x, int64_t choices, const Tensor& home, const Tensor& source,
               int64_t stride, const std::string& group) {
   const Exchange exchange(x, group);
-  Spreading spreading(exchange, x.contiguous(), choices, home, source, stride, false);
+  const Tensor given = x.contiguous();
+  Spreading spreading(exchange, given, choices, home, source, stride, false);
   spreading.made.gather(exchange);
   spreading.call.end();
   return spreading.made.rows;
@@ -426,23 +414,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
           made.splits, product.output, product.kept, product.kept_up};
 }
 
-// spread(), and the rows' product with weight [e, N, D].
+// spread() by copies, and the rows' product with weight [e, N, D]; e as Factor has it.
 std::tuple<Tensor, Tensor> spread_linear(const Tensor& x, int64_t choices, const Tensor& home,
                                          const Tensor& source, int64_t stride, const Tensor& weight,
                                          const Tensor& offs, const std::string& group) {
   const Exchange exchange(x, group);
   const Tensor given = x.contiguous();
-  const bool copies = ranges_fit(offs.size(0));
-  Spreading spreading(exchange, given, choices, home, source, stride, copies);
+  Spreading spreading(exchange, given, choices, home, source, stride, true);
   Product product = product_of(spreading.made.rows, weight, std::nullopt, std::nullopt,
                                std::nullopt, offs, {}, false);
-  if (copies) {
-    multiply_in_parts(exchange, spreading.call, spreading.made, product, offs, 0);
-  } else {
-    spreading.made.gather(exchange);
-    spreading.call.end();
-    C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(product.params, exchange.stream()));
-  }
+  multiply_in_parts(exchange, spreading.call, spreading.made, product, offs, 0);
   return {spreading.made.rows, product.output};
 }
 #endif
