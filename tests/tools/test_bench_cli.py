@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -147,3 +148,15 @@ def test_studies_say_what_is_allowed(argv, message, capsys):
     with pytest.raises(SystemExit):
         bench("study").main([*argv, "--device", "cpu"])
     assert message in capsys.readouterr().err
+
+
+def test_bench_experts_measures_every_variant_where_no_rank_has_peers(tmp_path):
+    file = tmp_path / "rows.json"
+    argv = ["experts", "--models", "tiny", "--tokens", "8", "--repeats", "1"]
+    bench("study").main([*argv, "--device", "cpu", "--world", "2", "--json", str(file)])
+    rows = json.loads(file.read_text())
+    assert [(row["model"], row["tokens"]) for row in rows] == [("tiny", 8)] * 2  # one of each pass
+    for row in rows:
+        medians = {name: time["median"] for name, time in row.items() if isinstance(time, dict)}
+        assert {"sequence", "moe", "copies", "max_rows", "by ranks"} <= set(medians)
+        assert min(medians.values()) > 0
