@@ -14,7 +14,7 @@ from tests.recorder import ROOT, load_setup
 
 pytestmark = pytest.mark.gpu
 TARGETS = (
-    "signal peers finish reorder ring ringwide messages fp8 sm80 sm90pp sm90ppwide sm90coop"
+    "signal peers finish reorder ring ringwide owners messages fp8 sm80 sm90pp sm90ppwide sm90coop"
 ).split()
 LIMIT_S = 300
 
