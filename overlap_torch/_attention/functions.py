@@ -24,12 +24,12 @@ from overlap_torch._attention.kernels import (
 from overlap_torch._attention.peers import cut_heads, route_of, takes
 from overlap_torch._attention.work import Problem, parts_allowed, seconds, share_of
 from overlap_torch._layers.linear import as_under_autocast
+from overlap_torch._ops.fakes import DTYPES
 from overlap_torch._ops.graphs import constant_in_graphs, outside_graphs
 from overlap_torch._ops.group import Group, group_name, place_of, reaches
 from overlap_torch._ops.nested import check_tensors
 
 _WHAT = "context_parallel_attention"
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MOST_CHUNKS = 4
 _CHUNK_S = 60e-6  # of a chunk's wait, launch and copies
 _SLOWED = 0.05  # the part that several chunks add to an attention
@@ -52,7 +52,7 @@ def _check_operands(q: _Operand, k: _Operand, v: _Operand) -> None:
             raise ValueError(
                 f"{_WHAT} takes q, k and v [B, T, H, D], but {name} is {tuple(tensor.shape)}"
             )
-        if tensor.dtype not in _DTYPES or tensor.dtype != q.dtype:
+        if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
             raise TypeError(
                 f"{_WHAT} takes q, k and v of one dtype, bfloat16, float16, float32 or float64, but they are {q.dtype}, {k.dtype} "
                 f"and {v.dtype}"

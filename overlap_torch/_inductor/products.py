@@ -21,10 +21,10 @@ from overlap_torch._inductor.editing import (
     name_of,
     value,
 )
+from overlap_torch._ops.fakes import DTYPES
 
 _ops = torch.ops.overlap
 
-_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _SCALED_OPERANDS = {torch.float8_e4m3fn, torch.float8_e5m2}
 _SCALED_OUTPUTS = {torch.bfloat16, torch.float16, torch.float32}
 _RECIPES = (ScalingType.TensorWise, ScalingType.RowWise)
@@ -104,7 +104,7 @@ def check_dtype(gemm: Gemm) -> None:
     dtype = value(gemm.node).dtype
     operands = [value(operand).dtype for operand in (gemm.left, gemm.right)]
     if gemm.scales is None:
-        if dtype not in _DTYPES or any(operand != dtype for operand in operands):
+        if dtype not in DTYPES or any(operand != dtype for operand in operands):
             raise NotFused(
                 f"its GEMM is in {name_of(dtype)}: the ops take bf16, fp16, fp32 and fp64"
             )

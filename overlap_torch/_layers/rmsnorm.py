@@ -10,10 +10,10 @@ from torch.compiler import is_dynamo_compiling
 from overlap_torch._layers.sharding import Sum
 from overlap_torch._ops import Group, composition, fakes, gemm_allreduce, group_name
 from overlap_torch._ops.collectives import USUAL_INVARIANCE
+from overlap_torch._ops.fakes import DTYPES
 from overlap_torch._ops.gradients import needs_recording, transforms_are_active
 
 _QUANTIZE = (None, "tensorwise", "rowwise", "blockwise")
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _GRAIN, _MOST_COLUMNS = 8, 16384  # of rows that the kernels take
 # Up to this number of rows the compile pass and the integrations fuse the norm: the kernels were faster than a compiled norm after
 # an all-reduce in all measured cases (docs/serving.md). Under OVERLAP_INVARIANCE=batch a row's norm may not depend on their number.
@@ -50,9 +50,9 @@ def _check_operands(op: str, terms: torch.Tensor, weight: Operand, *others: Oper
         raise TypeError(f"{op}: partial must be a tensor, but it is a {type(terms).__name__}")
     if terms.dim() < 1:
         raise ValueError(f"{op}: partial must be [..., N], but is a number")
-    if terms.dtype not in _DTYPES:
+    if terms.dtype not in DTYPES:
         raise TypeError(
-            f"{op}: the operands are {terms.dtype}, but supported are {_DTYPES}; convert them"
+            f"{op}: the operands are {terms.dtype}, but supported are {DTYPES}; convert them"
         )
     columns = terms.shape[-1] if weight is None else weight.shape[0]
     names = ("residual", "norm_weight", "bias", "scale")

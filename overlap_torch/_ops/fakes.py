@@ -8,6 +8,9 @@ import torch
 
 from overlap_torch._ops.group import group_rank, world_size
 
+# The types of operands without scales, as the real kernels take them.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def check_operands(
     op: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -25,7 +28,7 @@ def check_operands(
         lambda: f"{op}: input is {input.dtype}; fp8 operands need scale_input and scale_weight",
     )
     torch._check_type(
-        input.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        input.dtype in DTYPES,
         lambda: (
             f"{op}: input is {input.dtype}; supported are bfloat16, float16, float32 and float64"
         ),

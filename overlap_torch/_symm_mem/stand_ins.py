@@ -11,9 +11,9 @@ import torch
 from torch.nn.functional import ScalingType
 
 from overlap_torch._ops import allgather_gemm, gemm_reducescatter
+from overlap_torch._ops.fakes import DTYPES
 from overlap_torch._ops.group import group_rank, world_size
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)  # that the ops take, with scales
 _SCALED_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -233,7 +233,7 @@ def _scatter_refused(reduce_op: str, shape: Sequence[int], dim: int, group: str)
 
 
 def _operands_refused(A: torch.Tensor, Bs: Sequence[torch.Tensor]) -> str:
-    if A.dtype not in _DTYPES:
+    if A.dtype not in DTYPES:
         return f"the dtype is {A.dtype}"
     if A.dim() < 2 or any(B.dim() != 2 or B.shape[0] != A.shape[-1] for B in Bs):
         return "the shapes do not fit"
