@@ -11,12 +11,11 @@ from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._moe import expert_op, ops  # noqa: F401, registers operators
 from overlap_torch._moe.activation import Gate
 from overlap_torch._ops.composition import accumulated
-from overlap_torch._ops.graphs import constant_in_graphs
+from overlap_torch._ops.fakes import DTYPES
 from overlap_torch._ops.group import Group, group_name, place_of, reaches
 from overlap_torch._ops.nested import check_tensors
 
 _ops = torch.ops.overlap
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Weights = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -52,8 +51,8 @@ def _experts_of_ranks(num_experts: int | Sequence[int], ranks: int) -> list[int]
 
 def _check_tokens(what: str, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
     check_tensors(what, x=x, topk_ids=topk_ids)
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"{what} takes x in {_named(_DTYPES)}, but it is {x.dtype}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{what} takes x in {_named(DTYPES)}, but it is {x.dtype}")
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{what} takes topk_ids in int32 or int64, but they are {topk_ids.dtype}")
     if x.dim() < 1 or topk_ids.dim() != x.dim() or x.shape[:-1] != topk_ids.shape[:-1]:
@@ -75,9 +74,9 @@ def _check_shares(
             f"{what} takes topk_weights of the shape of topk_ids, {tuple(shape)}, on {like.device}, but they are "
             f"{tuple(weights.shape)} on {weights.device}"
         )
-    if weights.dtype not in _DTYPES:
+    if weights.dtype not in DTYPES:
         raise TypeError(
-            f"{what} takes topk_weights in {_named(_DTYPES)}, but they are {weights.dtype}"
+            f"{what} takes topk_weights in {_named(DTYPES)}, but they are {weights.dtype}"
         )
 
 
@@ -93,11 +92,6 @@ class _Way(NamedTuple):
     peers: bool
     ranks_first: bool
     group: str
-
-
-@constant_in_graphs
-def _reached(device: torch.device, group: str) -> bool:
-    return reaches(device, group)
 
 
 def _way(
@@ -133,7 +127,7 @@ def _way(
     elif ranks == 1 or choices == 0 or width == 0:
         why = f"{choices} experts of a token, rows of {width} numbers or a group of {ranks}"
     elif transport == "peer" or (transport is None and x.is_cuda):
-        if not _reached(x.device, group):
+        if not reaches(x.device, group):
             why = f"rows on {x.device}: the ranks do not map each other's memory (python -m overlap_torch doctor says why)"
     else:
         why = "these rows"
@@ -243,9 +237,9 @@ def moe_combine(
         raise ValueError(
             f"moe_combine takes results [R, D] with the dispatch's R = {rows} rows, but their shape is {tuple(results.shape)}"
         )
-    if results.dtype not in _DTYPES:
+    if results.dtype not in DTYPES:
         raise TypeError(
-            f"moe_combine takes results in {_named(_DTYPES)}, but they are {results.dtype}"
+            f"moe_combine takes results in {_named(DTYPES)}, but they are {results.dtype}"
         )
     if topk_weights is not None:
         _check_shares("moe_combine", topk_weights, route.shape, results)
@@ -410,11 +404,11 @@ def moe(
     else:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not direct):
             rows, route = _dispatched(x, topk_ids, experts, 1, way)
-        wide = topk_weights.to(accumulated(x.dtype))
+        wide = accumulated(x.dtype)
         if not direct:
-            rows = (rows * shares_of_rows(wide, route)).to(x.dtype)
+            rows = (rows * shares_of_rows(topk_weights.to(wide), route)).to(x.dtype)
         with torch.no_grad():
-            shares = shares_of_rows(wide, route) if early else None
+            shares = shares_of_rows(topk_weights.to(wide), route) if early else None
             how = (shares, route.offs, *form, keep)
             hidden, kept, kept_up = _ops._moe_hidden(rows, *weights, *how)
     shares, count, choices = _by_token(topk_weights if direct else None, route)

@@ -38,6 +38,16 @@ at::ScalarType wide_of(const Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+kernels::SumParams sum_params(const Tensor& rows, int64_t tokens, int64_t choices) {
+  kernels::SumParams params;
+  params.element = element_of(rows);
+  params.tokens = tokens;
+  params.width = rows.size(1);
+  params.choices = static_cast<int32_t>(choices);
+  params.rows = rows.const_data_ptr();
+  return params;
+}
+
 Tensor wide_shares(const std::optional<Tensor>& shares, const Tensor& rows) {
   return shares.has_value() ? shares->to(wide_of(rows)).contiguous() : Tensor();
 }
@@ -171,14 +181,9 @@ Tensor sum_choices(const Tensor& rows, const Tensor& routes, const std::optional
   const Tensor wide = wide_shares(shares, rows);
   const Tensor where = longs(rows, {tokens * choices});
   Tensor output = at::empty({tokens, rows.size(1)}, rows.options());
-  kernels::SumParams params;
-  params.element = element_of(rows);
-  params.tokens = tokens;
-  params.width = rows.size(1);
-  params.choices = static_cast<int32_t>(choices);
+  kernels::SumParams params = sum_params(from, tokens, choices);
   params.routes = routes.numel();
   params.route = routes.const_data_ptr<int64_t>();
-  params.rows = from.const_data_ptr();
   params.shares = wide.defined() ? wide.const_data_ptr() : nullptr;
   params.row_shares = row_shares;
   params.where = where.data_ptr<int64_t>();
@@ -379,8 +384,7 @@ Product product_of(const Tensor& rows, const Tensor& weight, const std::optional
   kernels::GroupedGemmParams& params = product.params;
   kernels::GateParams& gate = params.gate;
   const Tensor none = at::empty({0}, rows.options());
-  product.kept = keep ? at::empty({params.rows, params.n}, rows.options()) : none;
-  product.kept_up = keep && up.has_value() ? at::empty_like(product.kept) : Tensor();
+  product.kept = product.kept_up = none;
   if (form.gated) {
     params.form = kernels::GroupedForm::kGate;
     set_form(gate, form);
@@ -391,15 +395,17 @@ Product product_of(const Tensor& rows, const Tensor& weight, const std::optional
       gate.width /= 2;
     }
     if (keep) {
+      product.kept = at::empty({params.rows, params.n}, rows.options());
+      if (up.has_value()) product.kept_up = at::empty_like(product.kept);
       gate.gate_grad = product.kept.data_ptr();
-      gate.up_grad = up_place(product.kept, product.kept_up, gate.width);
+      gate.up_grad =
+          up_place(product.kept, up.has_value() ? product.kept_up : Tensor(), gate.width);
       gate.grad_stride = params.n;
     }
   }
   if (product.bias.defined()) set_bias(gate, product.bias, form.gated, offs);
   product.output = at::empty({params.rows, gate.width}, rows.options());
   gate.output = product.output.data_ptr();
-  if (!product.kept_up.defined()) product.kept_up = none;
   return product;
 }
 #endif

@@ -16,6 +16,9 @@ at::ScalarType wide_of(const at::Tensor& tensor);
 // Contiguous, in the type of the rows' sums; undefined without.
 at::Tensor wide_shares(const std::optional<at::Tensor>& shares, const at::Tensor& rows);
 
+// Everything of a sum of contiguous rows but where each token's lie, and where the sums go.
+kernels::SumParams sum_params(const at::Tensor& rows, int64_t tokens, int64_t choices);
+
 // kernels::RoutesParams's outputs.
 struct Routes {
   kernels::ExpertRanks experts;

@@ -14,19 +14,6 @@ namespace {
 using at::Tensor;
 using runtime::CopyCall;
 
-// Everything of a sum but where its rows lie.
-kernels::SumParams sum_params(const Exchange& exchange, const Tensor& rows, int64_t tokens,
-                              int64_t choices) {
-  kernels::SumParams params;
-  params.element = element_of(rows);
-  params.tokens = tokens;
-  params.width = rows.size(1);
-  params.choices = static_cast<int32_t>(choices);
-  params.rows = rows.const_data_ptr();
-  params.rank = exchange.rank();
-  return params;
-}
-
 // The sum of this rank's rows of each token, into the slot of the token's rank, or into the result, [own tokens, D].
 Tensor sum_here(const Exchange& exchange, const CopyCall& call, const Tensor& rows,
                 const Tensor& shares, const Tensor& source, int64_t tokens, int64_t choices,
@@ -34,7 +21,8 @@ Tensor sum_here(const Exchange& exchange, const CopyCall& call, const Tensor& ro
   const int64_t all = exchange.ranks() * stride;
   const Tensor where = empty_longs(source, all * choices);
   Tensor own = at::empty({tokens, rows.size(1)}, rows.options());
-  kernels::SumParams params = sum_params(exchange, rows, all, choices);
+  kernels::SumParams params = sum_params(rows, all, choices);
+  params.rank = exchange.rank();
   params.routes = source.numel();
   params.route = source.const_data_ptr<int64_t>();
   params.shares = shares.defined() ? shares.const_data_ptr() : nullptr;
@@ -63,7 +51,8 @@ Tensor sum_arrived(const Exchange& exchange, CopyCall& call, const Tensor& rows,
   call.announce(0);
   call.await(0);
   Tensor output = at::empty({tokens, rows.size(1)}, rows.options());
-  kernels::SumParams params = sum_params(exchange, rows, tokens, parts);
+  kernels::SumParams params = sum_params(rows, tokens, parts);
+  params.rank = exchange.rank();
   params.home = home.const_data_ptr<int64_t>();
   params.arrived = call.slot();
   params.shares = shares.defined() ? shares.const_data_ptr() : nullptr;

@@ -12,9 +12,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cmath>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "binding/cuda/moe_cuda.h"
 #include "binding/cuda/moe_exchange.h"
@@ -217,8 +217,7 @@ class Dispatch {
         align_(align),
         ranks_first_(ranks_first),
         max_rows_(max_rows),
-        factor_(factor),
-        copies_(factor != nullptr) {
+        factor_(factor) {
     found_.routes = find_routes(ids_, experts, false);
     found_.home = empty_longs(ids, ids.numel());
     found_.known = empty_longs(ids, 4 * exchange.ranks() + 2);
@@ -239,7 +238,7 @@ class Dispatch {
     send_counts(exchange_, call, ids_, found_);
     send(call, max_tokens, nullptr);
     push(call, max_tokens);
-    call.await(copies_ ? kRoutes : kTokens);
+    call.await(copies() ? kRoutes : kTokens);
     C10_CUDA_CHECK(kernels::count_arrivals(arrivals(call), exchange_.stream()));
     return finish(call, max_tokens, max_rows_);
   }
@@ -266,10 +265,10 @@ class Dispatch {
       const int64_t* numbers = known.const_data_ptr<int64_t>() + known.numel() - 2;
       if (numbers[1] <= fits) {
         push(call, numbers[1]);
-        call.await(copies_ ? kRoutes : kTokens);
+        call.await(copies() ? kRoutes : kTokens);
         return finish(call, numbers[1], numbers[0]);
       }
-      if (copies_) call.announce(kTokens);
+      if (copies()) call.announce(kTokens);
       call.await(kTokens);
       call.end();
       wanted = bytes(numbers[1]);
@@ -281,6 +280,9 @@ class Dispatch {
   }
 
  private:
+  // Copy engines carry the tokens, not kernels.
+  bool copies() const { return factor_ != nullptr; }
+
   // The most tokens of a rank that so many bytes take.
   int64_t most_tokens(int64_t room) const {
     int64_t fits = 0;
@@ -298,7 +300,7 @@ class Dispatch {
   CopyCall begin(int64_t bytes, int64_t max_tokens) const {
     return exchange_.begin(
         bytes, {kDispatch, max_tokens, x_.size(1), x_.element_size(), ids_.size(1), ranks_first_},
-        experts_, copies_ ? kSteps : 0);
+        experts_, copies() ? kSteps : 0);
   }
 
   kernels::ArrivalsParams arrivals(const CopyCall& call) const {
@@ -311,15 +313,15 @@ class Dispatch {
         tokens_params(exchange_, call, x_, found_.home, ids_.size(1), stride);
     params.message_width = static_cast<int32_t>(found_.routes.message.size(1));
     params.longest = longest;
-    params.routes_only = copies_;
+    params.routes_only = copies();
     params.routes = found_.routes.routes.const_data_ptr<int64_t>();
     params.begins = found_.routes.begins.const_data_ptr<int64_t>();
     C10_CUDA_CHECK(kernels::send_tokens(params, exchange_.stream()));
-    call.announce(copies_ ? kRoutes : kTokens);
+    call.announce(copies() ? kRoutes : kTokens);
   }
 
   void push(CopyCall& call, int64_t stride) const {
-    if (copies_) push_tokens(exchange_, call, x_, places(stride).rows, stride, kTokens);
+    if (copies()) push_tokens(exchange_, call, x_, places(stride).rows, stride, kTokens);
   }
 
   Dispatched finish(CopyCall& call, int64_t stride, int64_t rows) const {
@@ -341,7 +343,7 @@ class Dispatch {
   // Makes the rows and their product, and ends the call.
   std::optional<Product> multiply(CopyCall& call, const Rows& made) const {
 #if defined(OVERLAP_WITH_SM90)
-    if (copies_) {
+    if (copies()) {
       Product product = product_of(made.rows, factor_->weight, factor_->up, factor_->bias,
                                    std::nullopt, found_.offs, factor_->form, factor_->keep);
       multiply_in_parts(exchange_, call, made, product, found_.offs, kTokens);
@@ -361,7 +363,6 @@ class Dispatch {
   const bool ranks_first_;
   const int64_t max_rows_;
   const Factor* const factor_;
-  const bool copies_;
   Found found_;
 };
 
