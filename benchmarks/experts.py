@@ -1,6 +1,8 @@
 """A mixture of experts: ``overlap_torch.moe`` beside PyTorch's ops one after the other, as frameworks call them.
 
-The sequence sends a row for each token and expert, and puts rows in order by indexing. Both find the routes in each call.
+The sequence sends a row for each token and expert, and puts rows in order by indexing. Both find the routes in each call. With
+``--fp8`` weights are float8_e4m3fn, rows are cast before they travel and again before down, and the sequence multiplies by
+``torch._scaled_grouped_mm``.
 """
 
 from __future__ import annotations
@@ -65,13 +67,34 @@ def _places(order: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _experts(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    return functional.grouped_mm(rows, weight.transpose(1, 2), offs=offs)
+def _cast(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers in float8_e4m3fn, and their rows' scales."""
+    scale = numbers.abs().amax(-1).float().clamp(min=1e-12) / 448
+    return (numbers.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+
+def _experts(rows, weight, offs: torch.Tensor) -> torch.Tensor:
+    """Rows and weights as they are, or each with its scales."""
+    if isinstance(rows, torch.Tensor):
+        return functional.grouped_mm(rows, weight.transpose(1, 2), offs=offs)
+    (values, scale), (of_experts, of_columns) = rows, weight
+    return torch._scaled_grouped_mm(
+        values,
+        of_experts.transpose(1, 2),
+        scale,
+        of_columns,
+        offs=offs,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
 
 
 def sequence(x, ids, shares, gate_up, down) -> torch.Tensor:
-    """All rows to their experts, grouped GEMMs and SwiGLU, all results home, a weighted sum."""
-    (tokens, choices), ranks, own = ids.shape, dist.get_world_size(), gate_up.shape[0]
+    """All rows to their experts, grouped GEMMs and SwiGLU, all results home, a weighted sum. ``gate_up`` and ``down``: weights, or
+    each with its scales."""
+    fp8 = not isinstance(down, torch.Tensor)
+    own = (down[0] if fp8 else down).shape[0]
+    (tokens, choices), ranks = ids.shape, dist.get_world_size()
     flat = ids.flatten()
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(own * ranks).scatter_add_(0, flat, torch.ones_like(flat))
@@ -79,19 +102,32 @@ def sequence(x, ids, shares, gate_up, down) -> torch.Tensor:
     dist.all_to_all_single(met, counts)
     sent, came = (each.view(ranks, own).sum(1).tolist() for each in (counts, met))
     group = dist.group.WORLD
-    rows = all_to_all_single_autograd(x[order // choices], came, sent, group)
+
+    def arrived(each: torch.Tensor) -> torch.Tensor:
+        return all_to_all_single_autograd(each[order // choices], came, sent, group)
+
     numbers = torch.arange(own, device=x.device).repeat(ranks)
     by_expert = numbers.repeat_interleave(met, output_size=sum(came)).argsort(stable=True)
     offs = met.view(ranks, own).sum(0).cumsum(0).to(torch.int32)
-    gate, up = _experts(rows[by_expert], gate_up, offs).chunk(2, 1)
-    results = _experts(functional.silu(gate) * up, down, offs)
+    if fp8:
+        values, scale = _cast_compiled(x)
+        values = arrived(values.view(torch.uint8)).view(torch.float8_e4m3fn)
+        rows = (values[by_expert], arrived(scale)[by_expert])
+    else:
+        rows = arrived(x)[by_expert]
+    gate, up = _experts(rows, gate_up, offs).chunk(2, 1)
+    hidden = functional.silu(gate) * up
+    results = _experts(_cast_compiled(hidden) if fp8 else hidden, down, offs)
     home = all_to_all_single_autograd(results[_places(by_expert)], sent, came, group)
     parts = home[_places(order)].view(tokens, choices, -1)
     return (parts * shares[:, :, None].to(x.dtype)).sum(1)
 
 
+_cast_compiled = torch.compile(_cast, dynamic=True)
+
+
 def _variants(
-    model: Model, tokens: int, device: torch.device, backward: bool, skewed: bool
+    model: Model, tokens: int, device: torch.device, backward: bool, skewed: bool, fp8: bool
 ) -> dict[str, Callable]:
     def draw(*shape: int) -> torch.Tensor:
         made = torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5
@@ -102,6 +138,10 @@ def _variants(
     x, grad = draw(tokens, model.hidden), torch.ones(tokens, model.hidden, device=device)
     gate_up = draw(model.experts, 2 * model.inner, model.hidden)
     down = draw(model.experts, model.hidden, model.inner)
+    scales = {}
+    if fp8:
+        gate_up, down = _cast(gate_up), _cast(down)
+        scales = {"scale_gate_up": gate_up[1], "scale_down": down[1]}
     chances = torch.arange(1.0, experts + 1, device=device).rsqrt()
     chances = chances if skewed else torch.ones_like(chances)
     ids = chances.expand(tokens, -1).multinomial(model.choices)
@@ -110,7 +150,7 @@ def _variants(
     most_rows = int(rows_of_ranks.max())
     shares = torch.rand(tokens, model.choices, device=device)
 
-    copies = dist.get_world_size() > 1 and reaches(device, group_name(None))
+    copies = not fp8 and dist.get_world_size() > 1 and reaches(device, group_name(None))
 
     def with_options(options: dict) -> Callable:
         if options == COPIES and not copies:
@@ -118,7 +158,13 @@ def _variants(
         if "max_rows" in options:
             rows = int(options["max_rows"] * most_rows) + 64
             options = options | {"max_tokens": tokens, "max_rows": rows}
-        return functools.partial(overlap_torch.moe, **options)
+
+        def call(x, ids, shares, gate_up, down) -> torch.Tensor:
+            if fp8:
+                gate_up, down = gate_up[0], down[0]
+            return overlap_torch.moe(x, ids, shares, gate_up, down, **options, **scales)
+
+        return call
 
     def variant(compute: Callable) -> Callable[[int], torch.Tensor]:
         def run(_: int) -> torch.Tensor:
@@ -137,10 +183,11 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
     device = current_device()
     watch = Stopwatch(device)
     for name, tokens, backward in model_cases(args):
-        variants = _variants(MODELS[name], tokens, device, backward, args.routing == "skewed")
+        skewed = args.routing == "skewed"
+        variants = _variants(MODELS[name], tokens, device, backward, skewed, args.fp8)
         first, *others = (run(0).detach().float() for run in variants.values())
         for mine in others:  # a few roundings of bfloat16
-            check_close(f"{name}, {tokens} tokens: moe is", mine, first, 0.02)
+            check_close(f"{name}, {tokens} tokens: moe is", mine, first, 0.03 if args.fp8 else 0.02)
         times = watch.compare("call", list(variants.values()), args.repeats)
         yield {
             "model": name,
@@ -170,6 +217,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         choices=["balanced", "skewed"],
         help="skewed: the chance of the i-th expert falls as 1 / sqrt(i)",
     )
+    parser.add_argument("--fp8", action="store_true", help="weights and rows; forward only")
     parser.add_argument("--repeats", type=int, default=15)
 
 

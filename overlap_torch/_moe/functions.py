@@ -8,15 +8,29 @@ from typing import NamedTuple
 import torch
 
 from overlap_torch._layers.linear import as_under_autocast
-from overlap_torch._moe import expert_op, ops  # noqa: F401, registers operators
+from overlap_torch._moe import expert_op, ops, scaled  # noqa: F401, registers operators
 from overlap_torch._moe.activation import Gate
+from overlap_torch._moe.checks import (
+    Way,
+    Weights,
+    by_rows,
+    check_experts,
+    check_options,
+    check_scaled,
+    check_shares,
+    check_tokens,
+    experts_of_ranks,
+    named,
+    one_weight,
+    scales_of,
+    way_of,
+)
 from overlap_torch._ops.composition import accumulated
 from overlap_torch._ops.fakes import DTYPES
-from overlap_torch._ops.group import Group, group_name, place_of, reaches
+from overlap_torch._ops.group import Group, group_name, place_of
 from overlap_torch._ops.nested import check_tensors
 
 _ops = torch.ops.overlap
-Weights = torch.Tensor | Sequence[torch.Tensor]
 
 
 class Route(NamedTuple):
@@ -33,107 +47,6 @@ class Route(NamedTuple):
     routes: ops.Routes
     ranks_first: bool
     group: str
-
-
-def _experts_of_ranks(num_experts: int | Sequence[int], ranks: int) -> list[int]:
-    if isinstance(num_experts, int):
-        largest = -(-num_experts // ranks)
-        found = [max(0, min(largest, num_experts - rank * largest)) for rank in range(ranks)]
-    else:
-        found = list(num_experts)
-    if len(found) != ranks or min(found) < 0 or sum(found) == 0:
-        raise ValueError(
-            f"num_experts is {num_experts} for a group of {ranks} ranks: give the number of all experts, at least 1, or a list "
-            "with the number of each rank's"
-        )
-    return found
-
-
-def _check_tokens(what: str, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
-    check_tensors(what, x=x, topk_ids=topk_ids)
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{what} takes x in {_named(DTYPES)}, but it is {x.dtype}")
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{what} takes topk_ids in int32 or int64, but they are {topk_ids.dtype}")
-    if x.dim() < 1 or topk_ids.dim() != x.dim() or x.shape[:-1] != topk_ids.shape[:-1]:
-        raise ValueError(
-            f"{what} takes x [..., H] and topk_ids [..., K] with the same leading dims, but their shapes are {tuple(x.shape)} "
-            f"and {tuple(topk_ids.shape)}"
-        )
-    if x.device != topk_ids.device:
-        raise ValueError(
-            f"{what} takes x and topk_ids on one device, but they are on {x.device} and {topk_ids.device}"
-        )
-
-
-def _check_shares(
-    what: str, weights: torch.Tensor, shape: Sequence[int], like: torch.Tensor
-) -> None:
-    if tuple(weights.shape) != tuple(shape) or weights.device != like.device:
-        raise ValueError(
-            f"{what} takes topk_weights of the shape of topk_ids, {tuple(shape)}, on {like.device}, but they are "
-            f"{tuple(weights.shape)} on {weights.device}"
-        )
-    if weights.dtype not in DTYPES:
-        raise TypeError(
-            f"{what} takes topk_weights in {_named(DTYPES)}, but they are {weights.dtype}"
-        )
-
-
-def _named(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-class _Way(NamedTuple):
-    """How rows travel: the operator's arguments after ``align``. If ``max_rows`` is 0, the host waits for their number."""
-
-    max_tokens: int
-    max_rows: int
-    peers: bool
-    ranks_first: bool
-    group: str
-
-
-def _way(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    sum_order: str,
-    limits: tuple[int | None, int | None],
-    transport: str | None,
-    group: str,
-) -> _Way:
-    """Checks the options, which are the same on all ranks, and chooses what carries the rows."""
-    if sum_order not in ("choices", "ranks"):
-        raise ValueError(f'sum_order is "choices" or "ranks", but got {sum_order!r}')
-    if transport not in (None, "peer", "nccl"):
-        raise ValueError(
-            f'transport is None, "peer", "nccl" or, of moe, "copies", but got {transport!r}'
-        )
-    if limits != (None, None) and (None in limits or min(limits) < 1):
-        raise ValueError(
-            f"max_tokens and max_rows are given together, each at least 1, but got {limits[0]} and {limits[1]}"
-        )
-    max_tokens, max_rows = (limit or 0 for limit in limits)
-    if max_rows and topk_ids.shape[:-1].numel() > max_tokens:
-        raise ValueError(
-            f"x has {topk_ids.shape[:-1].numel()} tokens, more than max_tokens={max_tokens}"
-        )
-    ranks, ranks_first = place_of(group)[0], sum_order == "ranks"
-    choices, width = topk_ids.shape[-1], x.shape[-1]
-    needed = max(ranks, ranks if ranks_first else choices) * max_tokens * width * x.element_size()
-    why = ""
-    if needed > ops.MOST_BYTES:
-        why = f"max_tokens={max_tokens}: {needed} bytes of a rank's memory, more than {ops.MOST_BYTES}"
-    elif ranks == 1 or choices == 0 or width == 0:
-        why = f"{choices} experts of a token, rows of {width} numbers or a group of {ranks}"
-    elif transport == "peer" or (transport is None and x.is_cuda):
-        if not reaches(x.device, group):
-            why = f"rows on {x.device}: the ranks do not map each other's memory (python -m overlap_torch doctor says why)"
-    else:
-        why = "these rows"
-    if why and transport == "peer":
-        raise ValueError(f"peers do not carry {why}; leave transport out")
-    return _Way(max_tokens, max_rows, not why, ranks_first, group)
 
 
 def moe_dispatch(
@@ -186,23 +99,18 @@ def moe_dispatch(
             ``max_rows``: over peers the next op or ``check()`` raises on all ranks, and the group cannot be used any more.
     """
     name = group_name(group)
-    _check_tokens("moe_dispatch", x, topk_ids)
+    check_tokens("moe_dispatch", x, topk_ids)
     if align < 1:
         raise ValueError(f"align is a number of rows, at least 1, but is {align}")
-    experts = _experts_of_ranks(num_experts, place_of(name)[0])
-    way = _way(x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
+    experts = experts_of_ranks(num_experts, place_of(name)[0])
+    way = way_of(x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
     return _dispatched(x, topk_ids, experts, align, way)
 
 
-def _by_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """[..., N] to [T, N], as many leading dims as they have."""
-    return [each.reshape(each.shape[:-1].numel(), each.shape[-1]) for each in tensors]
-
-
 def _dispatched(
-    x: torch.Tensor, topk_ids: torch.Tensor, experts: list[int], align: int, way: _Way
+    x: torch.Tensor, topk_ids: torch.Tensor, experts: list[int], align: int, way: Way
 ) -> tuple[torch.Tensor, Route]:
-    tokens, ids = _by_rows(x, topk_ids)
+    tokens, ids = by_rows(x, topk_ids)
     rows, offs, counts, *routes = _ops.moe_dispatch(tokens, ids, experts, align, *way)
     return rows, Route(offs, counts, tuple(topk_ids.shape), tuple(routes), *way[3:])
 
@@ -239,10 +147,10 @@ def moe_combine(
         )
     if results.dtype not in DTYPES:
         raise TypeError(
-            f"moe_combine takes results in {_named(DTYPES)}, but they are {results.dtype}"
+            f"moe_combine takes results in {named(DTYPES)}, but they are {results.dtype}"
         )
     if topk_weights is not None:
-        _check_shares("moe_combine", topk_weights, route.shape, results)
+        check_shares("moe_combine", topk_weights, route.shape, results)
     shares, tokens, choices = _by_token(topk_weights, route)
     output = _ops.moe_combine(results, shares, tokens, choices, *route.routes, *route[4:])
     return output.view(*route.shape[:-1], results.shape[1])
@@ -253,56 +161,6 @@ def _by_token(shares: torch.Tensor | None, route: Route) -> tuple[torch.Tensor |
     *leading, choices = route.shape
     tokens = torch.Size(leading).numel()
     return None if shares is None else shares.reshape(tokens, choices), tokens, choices
-
-
-def _one_weight(name: str, weights: Weights, pairs: bool) -> tuple[torch.Tensor, ...]:
-    """A tensor [e, N, K], or a pair of them, from tensors or from lists with a tensor for each expert."""
-    if isinstance(weights, torch.Tensor):
-        return (weights,)
-    if not hasattr(weights, "__len__"):  # a list of any kind
-        raise TypeError(
-            f"moe: {name} must be a tensor or a list of tensors, but it is a {type(weights).__name__}"
-        )
-    if pairs and len(weights) == 2 and all(weight.dim() == 3 for weight in weights):
-        return tuple(weights)
-    if len(weights) == 0 or any(weight.dim() != 2 for weight in weights):
-        raise ValueError(
-            f"{name} is a tensor [e, N, K]{', a pair of them,' if pairs else ''} or a list of e tensors [N, K], but got shapes "
-            f"{[tuple(weight.shape) for weight in weights]}; a rank without experts gives a tensor [0, N, K]"
-        )
-    return (torch.stack(tuple(weights)),)
-
-
-def _check_experts(x, gate_up, down, gate_up_bias, down_bias, activation: Gate, own: int) -> None:
-    """Raises ValueError or TypeError unless weights and biases are those of `own` experts of x's width and dtype."""
-    width, inner = x.shape[-1], down.shape[-1] if down.dim() == 3 else 0
-    columns = (2 if activation.gated else 1) * inner // len(gate_up)
-    expected = [
-        *(("gate_up", weight, (own, columns, width)) for weight in gate_up),
-        ("down", down, (own, width, inner)),
-        ("gate_up_bias", gate_up_bias, (own, columns * len(gate_up))),
-        ("down_bias", down_bias, (own, width)),
-    ]
-    for name, tensor, shape in expected:
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) != shape or tensor.device != x.device:
-            raise ValueError(
-                f"moe takes {name} of shape {shape} on {x.device} for this rank's {own} experts, x [..., {width}] and down "
-                f"{tuple(down.shape)}, but it is {tuple(tensor.shape)} on {tensor.device}"
-            )
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"moe takes {name} in x's dtype {x.dtype}, but it is {tensor.dtype}")
-
-
-def _check_options(shares_on: str, save: str) -> None:
-    if shares_on not in ("output", "hidden", "input"):
-        raise ValueError(f'shares_on is "output", "hidden" or "input", but got {shares_on!r}')
-    if save not in ("rows", "gate_up", "nothing") or (save != "rows" and shares_on == "input"):
-        raise ValueError(
-            'save is "rows", "gate_up" or "nothing", and only "rows" with shares_on="input", but got '
-            f"{save!r} with shares_on={shares_on!r}"
-        )
 
 
 def moe(
@@ -317,6 +175,8 @@ def moe(
     down_bias: torch.Tensor | None = None,
     activation: str | Gate = "silu",
     interleaved: bool = False,
+    scale_gate_up: Weights | None = None,
+    scale_down: torch.Tensor | None = None,
     shares_on: str = "output",
     save: str = "rows",
     sum_order: str = "choices",
@@ -340,6 +200,11 @@ def moe(
     weights. Other bfloat16 on CUDA takes PyTorch's grouped GEMM if strides are multiples of 16 bytes. All else takes a GEMM
     for each expert, for which the host waits once more on CUDA.
 
+    **fp8.** Weights may be float8_e4m3fn, with a scale for each of their rows; x is bfloat16 then, and H and I are multiples of
+    16. Each token, and each row of hidden, is cast to float8_e4m3fn with a scale of its own: its largest absolute value divided
+    by 448. Tokens travel so; results travel in bfloat16. A product is the sum times both scales, rounded to bfloat16; on Hopper
+    the tensor cores' sums are less precise than float32. There are no gradients.
+
     Args:
         x, topk_ids, group: as :func:`moe_dispatch`.
         topk_weights: [..., K], the shares, floating point.
@@ -350,6 +215,9 @@ def moe(
         gate_up_bias, down_bias: [e, 2I] and [e, H], or None.
         activation: a name or a :class:`Gate`.
         interleaved: whether rows of gate and up alternate in ``gate_up``, which is then one tensor or a list.
+        scale_gate_up: float32 [e, 2I] or [e, 2I, 1], with fp8 weights: an fp8 number times its scale is the weight. A pair for a
+            pair; [e, I] without a gate.
+        scale_down: float32 [e, H] or [e, H, 1].
         shares_on: where the shares multiply: ``"output"``, ``"hidden"`` (before down) or ``"input"``.
         save: what stays in memory for backward besides the tokens. ``"rows"``: the experts' rows [R, H], and the products with
             gate_up. ``"gate_up"``: the products; backward dispatches the tokens again. ``"nothing"``: backward also
@@ -370,31 +238,46 @@ def moe(
     """
     name = group_name(group)
     gate = Gate(activation) if isinstance(activation, str) else activation
-    _check_options(shares_on, save)
+    check_options(shares_on, save)
     check_tensors("moe", x=x, topk_ids=topk_ids, topk_weights=topk_weights)
-    gate_up, (down,) = _one_weight("gate_up", gate_up, gate.gated), _one_weight("down", down, False)
+    gate_up, (down,) = one_weight("gate_up", gate_up, gate.gated), one_weight("down", down, False)
     if interleaved and len(gate_up) == 2:
         raise ValueError("interleaved= is for one gate_up, but got a pair (gate, up)")
-    operands = (x, down, gate_up_bias, down_bias, *gate_up)
-    x, down, gate_up_bias, down_bias, *gate_up = as_under_autocast(*operands)
-    _check_tokens("moe", x, topk_ids)
-    _check_shares("moe", topk_weights, topk_ids.shape, x)
+    operands = (x, gate_up_bias, down_bias, *gate_up, down)
+    fp8 = scaled.FP8 in {each.dtype for each in operands[3:]} or not (
+        scale_gate_up is None and scale_down is None
+    )
+    cast = as_under_autocast(*operands[: 3 if fp8 else None])
+    x, gate_up_bias, down_bias, *gate_up, down = (*cast, *operands[len(cast) :])
+    check_tokens("moe", x, topk_ids)
+    check_shares("moe", topk_weights, topk_ids.shape, x)
     (ranks, rank), own = place_of(name), down.shape[0]
-    experts = _experts_of_ranks([own] * ranks if num_experts is None else num_experts, ranks)
-    _check_experts(x, gate_up, down, gate_up_bias, down_bias, gate, experts[rank])
+    experts = experts_of_ranks([own] * ranks if num_experts is None else num_experts, ranks)
+    dtype = scaled.FP8 if fp8 else x.dtype
+    check_experts(x, gate_up, down, gate_up_bias, down_bias, gate, experts[rank], dtype)
 
     copies = transport == "copies"
     carried = "peer" if copies else transport
-    way = _way(x, topk_ids, sum_order, (max_tokens, max_rows), carried, name)
+    way = way_of(x, topk_ids, sum_order, (max_tokens, max_rows), carried, name)
     form, up = gate.form(interleaved), gate_up[1] if len(gate_up) == 2 else None
     has_backward = torch.is_grad_enabled() and any(
         each is not None and each.requires_grad for each in (*operands, topk_weights)
     )
+    tokens, ids = by_rows(x, topk_ids)
+    if fp8:
+        check_scaled(x, down, copies or has_backward)
+        scales = [
+            *scales_of("scale_gate_up", gate_up, scale_gate_up, x),
+            *scales_of("scale_down", [down], scale_down, x),
+        ]
+        call = (tokens, ids, *by_rows(topk_weights), gate_up, down, scales)
+        biases = (gate_up_bias, down_bias)
+        output = scaled.experts(*call, biases, form, shares_on, experts, way)
+        return output.view(*topk_ids.shape[:-1], down.shape[1])
     # The experts' backward sends the tokens' gradients home itself, unless shares come between tokens and rows.
     direct, early = shares_on != "input", shares_on == "hidden"
     keep = has_backward and save != "nothing"
     weights = (gate_up[0], up, gate_up_bias)
-    tokens, ids = _by_rows(x, topk_ids)
     if copies and shares_on == "output":
         with torch.no_grad():
             rows, offs, counts, *routes, hidden, kept, kept_up = _ops._moe_dispatch_hidden(

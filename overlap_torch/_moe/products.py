@@ -16,18 +16,19 @@ _ops = torch.ops.overlap
 
 _HIDDEN = "Tensor rows, Tensor weight, Tensor? up, Tensor? bias, Tensor? shares, Tensor offs"
 _KEPT = f"{FORM}, bool keep) -> (Tensor, Tensor, Tensor)"
+_SCALED = "Tensor? scale=None, Tensor? up_scale=None) -> (Tensor, Tensor, Tensor)"
 _DISPATCHED = "Tensor rows, Tensor offs, Tensor counts"
 _MADE = "Tensor hidden, Tensor kept, Tensor kept_up"
 # For CUDA on Hopper only: csrc/binding/cuda/moe_cuda.cc, moe_peers_cuda.cc and moe_home_cuda.cc.
 for _schema in (
-    f"_moe_grouped({_HIDDEN}, {_KEPT}",
+    f"_moe_grouped({_HIDDEN}, {FORM}, bool keep, {_SCALED}",
     "_moe_grouped_weights(Tensor grad, Tensor rows, Tensor offs) -> Tensor",
     "_moe_peer_up(Tensor x, Tensor ids, int[] experts, bool ranks_first, int max_tokens, int max_rows, int limit, Tensor weight, "
     f"Tensor? up, Tensor? bias, {FORM}, bool keep, str group) -> ({_DISPATCHED}, Tensor home, Tensor source, Tensor splits, {_MADE})",
     "_moe_peer_spread_linear(Tensor x, int choices, Tensor home, Tensor source, int stride, Tensor weight, Tensor offs, "
     "str group) -> (Tensor, Tensor)",
     "_moe_peer_down(Tensor hidden, Tensor weight, Tensor? bias, Tensor offs, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, "
-    "int choices, str group) -> Tensor",
+    "int choices, str group, Tensor? scale=None) -> Tensor",
 ):
     library.define(_schema)
 
@@ -64,7 +65,7 @@ def _aligned(tensor: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _on_hopper(device: torch.device) -> bool:
+def on_hopper(device: torch.device) -> bool:
     built = torch._C._dispatch_has_kernel_for_dispatch_key("overlap::_moe_grouped", "CUDA")
     return built and torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -90,7 +91,7 @@ def _ours_fit(
             each.dtype == rows[0].dtype and each.data_ptr() % 16 == 0
             for each in (*rows, *weights, *others)
         )
-        and _on_hopper(rows[0].device)
+        and on_hopper(rows[0].device)
     )
 
 

@@ -97,15 +97,20 @@ def finish(
     numbers, kept = norm.float(), [norm] if return_norm else []
     if quantize == "tensorwise":
         return [_to_fp8(numbers / scale), total, *kept]
+    values, scales = quantized(numbers, numbers.shape[-1] if quantize == "rowwise" else 128)
+    # Block after block: a block's scales for all rows.
+    scales = scales.movedim(-1, 0).contiguous().movedim(0, -1)
+    return [values, total, scales, *kept]
+
+
+def quantized(numbers: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [..., N] to float8_e4m3fn, and the scale of each block of so many columns, float32 [..., blocks]."""
     columns = numbers.shape[-1]
-    width = columns if quantize == "rowwise" else 128
     blocks = functional.pad(numbers, (0, -columns % width)).unflatten(-1, (-1, width))
     largest = blocks.abs().amax(-1).clamp(min=1e-12)
     scales = largest / largest.new_full((), 448.0)  # CUDA multiplies by a number's reciprocal
     values = (blocks / scales.unsqueeze(-1)).flatten(-2)[..., :columns]
-    # Block after block: a block's scales for all rows.
-    scales = scales.movedim(-1, 0).contiguous().movedim(0, -1)
-    return [_to_fp8(values), total, scales, *kept]
+    return _to_fp8(values), scales
 
 
 def _to_fp8(numbers: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from operands import from_all_ranks
-from overlap_torch._moe import functions
+from overlap_torch._moe import checks
 
 _library = torch.library.Library("overlap", "FRAGMENT")
 NONE, PADDING, AFTER = -1, -1, -2
@@ -105,5 +105,5 @@ for _name, _kernel in (("dispatch", _dispatch), ("spread", _spread), ("combine",
 @contextlib.contextmanager
 def over_peers():
     """Makes ``transport="peer"`` run on CPU."""
-    with mock.patch.object(functions, "reaches", lambda device, group: True):
+    with mock.patch.object(checks, "reaches", lambda device, group: True):
         yield

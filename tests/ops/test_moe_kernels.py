@@ -10,7 +10,7 @@ import torch
 
 from checks import Failures
 from operands import difference, integers, poison
-from overlap_torch._moe import activation, ops
+from overlap_torch._moe import activation, ops, scaled
 from overlap_torch._ops.composition import accumulated
 
 _ops = torch.ops.overlap
@@ -222,6 +222,61 @@ def check_experts(failures: Failures) -> None:
         failures.expect_equal(plain[:count], right[:count], "not kept", *place)
 
 
+def check_packs(failures: Failures) -> None:
+    """Packed rows, bit for bit; those after the last end stay as they were."""
+    device = torch.device("cuda")
+    for dtype, width, start in itertools.product(DTYPES, (16, 80, 4112), (0, 1)):
+        rows = torch.randn(37, width + 2 * start, device=device).to(dtype)[:, start : start + width]
+        rows = rows.contiguous() if start == 0 else rows
+        rows[3], rows[4, 5], rows[5, 0], rows[6] = 0, float("nan"), float("inf"), rows[6] * 1e-9
+        offs = torch.tensor([5, 20], device=device, dtype=torch.int32)
+        poison(device, 4096, 1 << 16)
+        mine = _ops._moe_pack(rows, None).view(torch.uint8)
+        right = scaled._pack(rows, None).view(torch.uint8)
+        failures.expect_equal(mine, right, dtype, width, start)
+        failures.expect_equal(_ops._moe_pack(rows, offs).view(torch.uint8)[:20], right[:20], dtype)
+
+
+def check_scaled(failures: Failures) -> None:
+    """Products of packed rows and fp8 weights, exactly; through gate and up as the products, then the gate's kernel."""
+    offs = torch.tensor(COUNTS, device="cuda").cumsum(0).to(torch.int32)
+    ends = [0, *offs.tolist()]
+    fp8, experts = torch.float8_e4m3fn, len(COUNTS)
+    for inner, width in itertools.product((64, 80, 528), (16, 272, 1024)):
+        rows = draw(ends[-1] + ROOM, inner, dtype=torch.float32)
+        packed = _ops._moe_pack(rows, None)
+        packed[:, :inner] = rows.to(fp8)
+        scales = 2.0 ** torch.randint(-3, 3, (rows.shape[0], 1), device="cuda")
+        scaled.scale_of_rows(packed).copy_(scales)
+        weight = draw(experts, 2 * width, inner, dtype=torch.float32)
+        scale = 2.0 ** torch.randint(-3, 3, (experts, 2 * width), device="cuda")
+        spans = list(itertools.pairwise(ends))
+        parts = [
+            (rows[a:b] * scales[a:b]).double() @ (one * column[:, None]).double().t()
+            for (a, b), one, column in zip(spans, weight, scale, strict=True)
+        ]
+        right = torch.cat(parts).bfloat16()
+        weight, place = weight.to(fp8), (inner, width)
+        poison(rows.device, 4096, 1 << 16)
+        mine = scaled._linear(packed, weight, scale, offs)[: ends[-1]]
+        failures.expect_equal(mine, right, "product", *place)
+        bias = draw(experts, 2 * width, dtype=torch.bfloat16)
+        shares = torch.rand(rows.shape[0], 1, device="cuda")
+        for form in ("halves", "turns", "pair"):
+            pair = form == "pair"
+            weights, of_weights = [weight, None], [scale, None]
+            if pair:
+                weights = [part.contiguous() for part in weight.chunk(2, 1)]
+                of_weights = [part.contiguous() for part in scale.chunk(2, 1)]
+            how = (bias, shares, offs, *activation.Gate().form(form == "turns"))
+            mine = _ops._moe_scaled_hidden(packed, *weights, *of_weights, *how)
+            room = right.new_zeros((ROOM, 2 * width))
+            sums = torch.cat([right, room])
+            parts = [part.contiguous() for part in sums.chunk(2, 1)] if pair else [sums, None]
+            hidden = _ops._moe_gate(*parts, *how)
+            failures.expect_equal(mine[: ends[-1]], hidden[: ends[-1]], form, *place)
+
+
 def on_hopper(failures: Failures, check: Callable[[Failures], None]) -> None:
     if torch.cuda.get_device_capability() == (9, 0):
         check(failures)
@@ -230,12 +285,12 @@ def on_hopper(failures: Failures, check: Callable[[Failures], None]) -> None:
 
 
 @pytest.mark.ranks((1, "nccl"))
-@pytest.mark.parametrize("check", [check_routes, check_rows, check_gates])
+@pytest.mark.parametrize("check", [check_routes, check_rows, check_gates, check_packs])
 def test_moe_kernels_are_their_compositions(ranks, check):
     ranks.expect_no_failures(check)
 
 
 @pytest.mark.ranks((1, "nccl"))
-@pytest.mark.parametrize("check", [check_products, check_experts])
+@pytest.mark.parametrize("check", [check_products, check_experts, check_scaled])
 def test_moe_grouped_gemms_are_exact(ranks, check):
     ranks.expect_no_failures(on_hopper, check)

@@ -174,6 +174,25 @@ Tensor gather_rows(const Tensor& source, const Tensor& index, int64_t divisor) {
   return output;
 }
 
+// [R, K] to packed rows [R, K + 16]; rows from the last of `offs` on are undefined.
+Tensor pack_rows(const Tensor& rows, const std::optional<Tensor>& offs) {
+  const c10::cuda::CUDAGuard guard(rows.device());
+  const Tensor from = rows.contiguous();
+  Tensor output = at::empty({rows.size(0), rows.size(1) + kernels::kPackedBytes},
+                            rows.options().dtype(at::kFloat8_e4m3fn));
+  kernels::PackParams params;
+  params.element = element_of(rows);
+  params.rows = rows.size(0);
+  params.width = rows.size(1);
+  params.source = from.const_data_ptr();
+  params.output = output.data_ptr();
+  if (offs.has_value() && offs->numel() > 0) {
+    params.end = offs->const_data_ptr<int32_t>() + offs->numel() - 1;
+  }
+  C10_CUDA_CHECK(kernels::pack_rows(params, stream()));
+  return output;
+}
+
 Tensor sum_choices(const Tensor& rows, const Tensor& routes, const std::optional<Tensor>& shares,
                    int64_t tokens, int64_t choices, bool row_shares) {
   const c10::cuda::CUDAGuard guard(rows.device());
@@ -325,15 +344,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& grad, con
 }
 
 #if defined(OVERLAP_WITH_SM90)
-std::tuple<Tensor, Tensor, Tensor> grouped(const Tensor& rows, const Tensor& weight,
-                                           const std::optional<Tensor>& up,
-                                           const std::optional<Tensor>& bias,
-                                           const std::optional<Tensor>& shares, const Tensor& offs,
-                                           c10::string_view name, double alpha, double limit,
-                                           double offset, bool gated, bool interleaved, bool keep) {
+std::tuple<Tensor, Tensor, Tensor> grouped(
+    const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& up,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& shares, const Tensor& offs,
+    c10::string_view name, double alpha, double limit, double offset, bool gated, bool interleaved,
+    bool keep, const std::optional<Tensor>& scale, const std::optional<Tensor>& up_scale) {
   const c10::cuda::CUDAGuard guard(rows.device());
   const Form form{name, alpha, limit, offset, gated, interleaved};
-  const Product product = product_of(rows, weight, up, bias, shares, offs, form, keep);
+  const Product product =
+      product_of(rows, weight, up, bias, shares, offs, form, keep, scale, up_scale);
   C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(product.params, stream()));
   return {product.output, product.kept, product.kept_up};
 }
@@ -356,18 +375,24 @@ Tensor grouped_weights(const Tensor& grad, const Tensor& rows, const Tensor& off
 }  // namespace
 
 #if defined(OVERLAP_WITH_SM90)
+at::TensorOptions product_options(const Tensor& rows) {
+  const bool packed = rows.scalar_type() == at::kFloat8_e4m3fn;
+  return packed ? rows.options().dtype(at::kBFloat16) : rows.options();
+}
+
 kernels::GroupedGemmParams grouped_params(const Tensor& rows, const Tensor& weight,
-                                          const Tensor& offs) {
+                                          const Tensor& offs, const std::optional<Tensor>& scale) {
   TORCH_CHECK(has_kernels(rows.device()), "overlap_torch: this build has no kernels for ",
               rows.device());
   kernels::GroupedGemmParams params;
   params.rows = rows.size(0);
-  params.k = rows.size(1);
+  params.k = rows.size(1) - (scale.has_value() ? kernels::kPackedBytes : 0);
   params.input = rows.const_data_ptr();
   params.weight = weight.const_data_ptr();
   params.turned = !weight.is_contiguous();
+  params.scale = scale.has_value() ? scale->const_data_ptr<float>() : nullptr;
   params.n = weight.size(1);
-  params.gate.element = element_of(rows);
+  params.gate.element = scale.has_value() ? Element::kBFloat16 : element_of(rows);
   params.gate.width = params.n;
   set_experts(params.gate, offs);
   params.ctas = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
@@ -376,14 +401,16 @@ kernels::GroupedGemmParams grouped_params(const Tensor& rows, const Tensor& weig
 
 Product product_of(const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& up,
                    const std::optional<Tensor>& bias, const std::optional<Tensor>& shares,
-                   const Tensor& offs, const Form& form, bool keep) {
+                   const Tensor& offs, const Form& form, bool keep,
+                   const std::optional<Tensor>& scale, const std::optional<Tensor>& up_scale) {
   Product product;
   product.bias = contiguous(bias);
   product.shares = wide_shares(shares, rows);
-  product.params = grouped_params(rows, weight, offs);
+  product.params = grouped_params(rows, weight, offs, scale);
   kernels::GroupedGemmParams& params = product.params;
   kernels::GateParams& gate = params.gate;
-  const Tensor none = at::empty({0}, rows.options());
+  const at::TensorOptions options = product_options(rows);
+  const Tensor none = at::empty({0}, options);
   product.kept = product.kept_up = none;
   if (form.gated) {
     params.form = kernels::GroupedForm::kGate;
@@ -391,11 +418,12 @@ Product product_of(const Tensor& rows, const Tensor& weight, const std::optional
     gate.shares = product.shares.defined() ? product.shares.const_data_ptr() : nullptr;
     if (up.has_value()) {
       params.up_weight = up->const_data_ptr();
+      if (up_scale.has_value()) params.up_scale = up_scale->const_data_ptr<float>();
     } else {
       gate.width /= 2;
     }
     if (keep) {
-      product.kept = at::empty({params.rows, params.n}, rows.options());
+      product.kept = at::empty({params.rows, params.n}, options);
       if (up.has_value()) product.kept_up = at::empty_like(product.kept);
       gate.gate_grad = product.kept.data_ptr();
       gate.up_grad =
@@ -404,7 +432,7 @@ Product product_of(const Tensor& rows, const Tensor& weight, const std::optional
     }
   }
   if (product.bias.defined()) set_bias(gate, product.bias, form.gated, offs);
-  product.output = at::empty({params.rows, gate.width}, rows.options());
+  product.output = at::empty({params.rows, gate.width}, options);
   gate.output = product.output.data_ptr();
   return product;
 }
@@ -419,6 +447,7 @@ TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
   m.impl("_moe_meet", &count_arrivals);
   m.impl("_moe_arrive", &place_arrivals);
   m.impl("_moe_rows", &gather_rows);
+  m.impl("_moe_pack", &pack_rows);
   m.impl("_moe_sum", &sum_choices);
   m.impl("_moe_weigh", &weigh_rows);
   m.impl("_moe_gate", &gate);

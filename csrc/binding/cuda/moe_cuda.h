@@ -43,9 +43,13 @@ struct Form {
 };
 
 // The experts' product of contiguous rows [R, K] and weights [e, N, K], contiguous along K or N, but for its output; in a build for
-// Hopper.
+// Hopper. Or of packed rows [R, K + 16] and fp8 weights with the scales of their rows, float32 [e, N].
 kernels::GroupedGemmParams grouped_params(const at::Tensor& rows, const at::Tensor& weight,
-                                          const at::Tensor& offs);
+                                          const at::Tensor& offs,
+                                          const std::optional<at::Tensor>& scale = {});
+
+// The options of products of these rows: bfloat16 if the rows are packed.
+at::TensorOptions product_options(const at::Tensor& rows);
 
 // Such a product with its output, and with what it keeps and reads.
 struct Product {
@@ -62,6 +66,7 @@ struct Product {
 Product product_of(const at::Tensor& rows, const at::Tensor& weight,
                    const std::optional<at::Tensor>& up, const std::optional<at::Tensor>& bias,
                    const std::optional<at::Tensor>& shares, const at::Tensor& offs,
-                   const Form& form, bool keep);
+                   const Form& form, bool keep, const std::optional<at::Tensor>& scale = {},
+                   const std::optional<at::Tensor>& up_scale = {});
 
 }  // namespace overlap::binding

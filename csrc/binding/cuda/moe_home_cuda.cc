@@ -98,12 +98,12 @@ Tensor combine(const Tensor& results, const std::optional<Tensor>& shares, const
 Tensor down(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
             const Tensor& offs, const std::optional<Tensor>& shares, const Tensor& home,
             const Tensor& source, int64_t stride, int64_t tokens, int64_t choices,
-            const std::string& group) {
+            const std::string& group, const std::optional<Tensor>& scale) {
   Exchange exchange(hidden, group);
-  Tensor rows = at::empty({hidden.size(0), weight.size(1)}, hidden.options());
+  Tensor rows = at::empty({hidden.size(0), weight.size(1)}, product_options(hidden));
   const Tensor wide = wide_shares(shares, rows);
   CopyCall call = begin_combine(exchange, rows, stride, false);
-  kernels::GroupedGemmParams params = grouped_params(hidden, weight, offs);
+  kernels::GroupedGemmParams params = grouped_params(hidden, weight, offs, scale);
   if (bias.has_value()) {
     params.gate.gate_bias = bias->const_data_ptr();
     params.gate.bias_stride = bias->size(1);

@@ -38,6 +38,16 @@ __device__ __forceinline__ void stage(const float (&sums)[kMmaSums], char* stage
   __syncwarp();
 }
 
+// The type of results of operands.
+template <class T>
+struct Result {
+  using type = T;
+};
+template <>
+struct Result<__nv_fp8_e4m3> {
+  using type = __nv_bfloat16;
+};
+
 template <class T>
 using Part = Access<T, 8>;
 
@@ -76,14 +86,20 @@ struct Columns {
   }
 };
 
-template <class T, GroupedForm kForm>
+template <class Operand, GroupedForm kForm>
 class Epilogue {
  public:
-  __device__ Epilogue(const GroupedGemmParams& params, char* staged)
-      : params_(params), staged_(staged), lane_(static_cast<int>(threadIdx.x) % 32) {}
+  // A tile's columns of the weight begin at tile * step, their second half at `second` and that.
+  __device__ Epilogue(const GroupedGemmParams& params, int step, int second, char* staged)
+      : params_(params),
+        step_(step),
+        second_(second),
+        staged_(staged),
+        lane_(static_cast<int>(threadIdx.x) % 32) {}
 
-  __device__ void store(const float (&sums)[kMmaSums], const WarpRows& rows) {
+  __device__ void store(float (&sums)[kMmaSums], const WarpRows& rows) {
     if (rows.count <= 0) return;
+    if constexpr (std::is_same_v<Operand, __nv_fp8_e4m3>) scale(sums, rows);
     stage<T>(sums, staged_);
     const int part = lane_ % kParts;
     const int64_t column = int64_t{rows.tile} * kColumns + part * 8;
@@ -112,10 +128,43 @@ class Epilogue {
   }
 
  private:
+  using T = typename Result<Operand>::type;
   static constexpr bool kGated = kForm == GroupedForm::kGate;
   static constexpr int kColumns = kGated ? kHalf : kTile;  // of the output
   static constexpr int kParts = kColumns / 8;
   static constexpr int kRows = 32 / kParts;  // that the warp takes up at a time
+
+  // Times the scales of their rows, then of their columns; stage() says which a lane has.
+  __device__ void scale(float (&sums)[kMmaSums], const WarpRows& rows) const {
+    float of_row[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane_ / 4 + 8 * half;
+      if (row < rows.count) {
+        const int64_t packed = (rows.first + row) * (params_.k + kPackedBytes) + params_.k;
+        of_row[half] =
+            *reinterpret_cast<const float*>(static_cast<const char*>(params_.input) + packed);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* const scales =
+          (half == 1 && params_.up_scale != nullptr ? params_.up_scale : params_.scale) +
+          rows.expert * params_.n;
+      const int64_t first = int64_t{rows.tile} * step_ + half * second_ + lane_ % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < kHalf / 8; ++j) {
+        float* const four = sums + 4 * (half * (kHalf / 8) + j);
+        const int64_t column = first + 8 * j;
+        float2 of_columns = {};
+        if (column < params_.n) of_columns = *reinterpret_cast<const float2*>(scales + column);
+        four[0] = four[0] * of_row[0] * of_columns.x;
+        four[1] = four[1] * of_row[0] * of_columns.y;
+        four[2] = four[2] * of_row[1] * of_columns.x;
+        four[3] = four[3] * of_row[1] * of_columns.y;
+      }
+    }
+  }
 
   __device__ const Part<T>& staged(int row, int part) const {
     return *reinterpret_cast<const Part<T>*>(staged_ + row * kPitch + part * 16);
@@ -206,6 +255,8 @@ class Epilogue {
   }
 
   const GroupedGemmParams& params_;
+  const int step_;
+  const int second_;
   char* const staged_;
   const int lane_;
 };

@@ -36,6 +36,10 @@ struct GroupedGemmParams {
   const void* up_weight = nullptr;
   bool turned = false;
   int64_t n = 0;  // a multiple of 8
+  // kRows and kGate, not turned: rows and weights are float8_e4m3fn, k and n multiples of 16, the element bfloat16. Rows are packed
+  // (PackParams). The weights' scales are [experts, n]; sums are multiplied by both scales. Null: no fp8.
+  const float* scale = nullptr;
+  const float* up_scale = nullptr;  // of up_weight
   // Element (16 bits), offs, experts, and output: [rows, width], which may be null if all rows go home; or [experts, n, width].
   // kRows: a bias of the gate, which is added to rounded sums. kGate: form, interleaved, biases and shares. `gate_grad` and `up_grad` of grad_stride, if not null: gate and up, without their
   // biases.

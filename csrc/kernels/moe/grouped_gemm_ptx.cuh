@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -102,26 +103,28 @@ __device__ __forceinline__ void await_mma() {
 #define OVERLAP_SUMS4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define OVERLAP_SUMS16(d, i) \
   OVERLAP_SUMS4(d, i), OVERLAP_SUMS4(d, i + 4), OVERLAP_SUMS4(d, i + 8), OVERLAP_SUMS4(d, i + 12)
-#define OVERLAP_MMA(type)                                                                         \
+#define OVERLAP_MMA(k, type, turned)                                                              \
   asm volatile(                                                                                   \
       "{ .reg .pred adds; setp.ne.b32 adds, %66, 0;\n"                                            \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                                \
+      "wgmma.mma_async.sync.aligned.m64n128" k ".f32." type "." type                              \
       " "                                                                                         \
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                   \
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "          \
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "          \
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "         \
-      "%64, %65, adds, 1, 1, %67, %68; }"                                                         \
+      "%64, %65, adds, 1, 1" turned "; }"                                                         \
       : OVERLAP_SUMS16(d, 0), OVERLAP_SUMS16(d, 16), OVERLAP_SUMS16(d, 32), OVERLAP_SUMS16(d, 48) \
       : "l"(a), "l"(b), "r"(adds), "n"(kTurnedA), "n"(kTurnedB))
 
-// 64 rows of A and 128 columns of B, 16 numbers of k.
+// 64 rows of A and 128 columns of B, 32 bytes of k. Operands of one byte are not turned.
 template <class T, int kTurnedA, int kTurnedB>
 __device__ __forceinline__ void multiply(float (&d)[kMmaSums], uint64_t a, uint64_t b, int adds) {
-  if constexpr (std::is_same_v<T, __half>) {
-    OVERLAP_MMA("f16");
+  if constexpr (std::is_same_v<T, __nv_fp8_e4m3>) {
+    OVERLAP_MMA("k32", "e4m3", "");
+  } else if constexpr (std::is_same_v<T, __half>) {
+    OVERLAP_MMA("k16", "f16", ", %67, %68");
   } else {
-    OVERLAP_MMA("bf16");
+    OVERLAP_MMA("k16", "bf16", ", %67, %68");
   }
 }
 #undef OVERLAP_MMA

@@ -16,8 +16,8 @@
 namespace overlap::kernels {
 namespace {
 
-constexpr int kK = 64;  // numbers of k of a stage: 128 bytes, which the swizzle repeats
-constexpr int kHalfBytes = kHalf * kK * 2;
+constexpr int kLine = 128;  // bytes of k of a stage, which the swizzle repeats
+constexpr int kHalfBytes = kHalf * kLine;
 constexpr int kStageBytes = 4 * kHalfBytes;  // two halves of rows, two of columns
 constexpr int kStages = 5;
 constexpr int kCluster = 2;
@@ -34,6 +34,10 @@ struct Shared {
 };
 constexpr int kSharedBytes = static_cast<int>(sizeof(Shared)) + 1024;
 static_assert(kSharedBytes <= 227 * 1024);
+
+// Numbers of k of a stage.
+template <class T>
+constexpr int kK = kLine / static_cast<int>(sizeof(T));
 
 struct KernelParams {
   CUtensorMap input;
@@ -81,7 +85,7 @@ struct Place {
 };
 
 // All tiles of all ranges, in order of range; a range's by bands of rows, a band's by columns.
-template <GroupedForm kForm>
+template <class T, GroupedForm kForm>
 class Tiles {
  public:
   __device__ Tiles(const KernelParams& params, const Shared& shared)
@@ -113,7 +117,7 @@ class Tiles {
   __device__ int steps(const Place& place) const {
     const int k =
         kForm == GroupedForm::kWeights ? place.end - place.begin : static_cast<int>(params_.gemm.k);
-    return (k + kK - 1) / kK;
+    return (k + kK<T> - 1) / kK<T>;
   }
 
  private:
@@ -163,10 +167,10 @@ __device__ void count_tiles(const KernelParams& params, Shared& shared) {
   }
 }
 
-template <GroupedForm kForm, bool kTurned>
+template <class T, GroupedForm kForm, bool kTurned>
 __device__ void produce(const KernelParams& params, Shared& shared) {
   const int rank = cluster_rank();
-  Tiles<kForm> tiles(params, shared);
+  Tiles<T, kForm> tiles(params, shared);
   Turn turn;
   for (Place place; tiles.next(place);) {
     const int row = place.first_row + rank * kHalf;
@@ -177,7 +181,7 @@ __device__ void produce(const KernelParams& params, Shared& shared) {
       char* const stage = shared.stages[turn.stage];
       uint64_t* const full = &shared.full[turn.stage];
       expect_bytes(full, kStageBytes);
-      const int k = step * kK;
+      const int k = step * kK<T>;
       if constexpr (kForm == GroupedForm::kWeights) {
         load_box_for_both(params.input, stage + rank * kHalfBytes, full, row, place.begin + k);
       } else {
@@ -217,15 +221,15 @@ class Multiplier {
 #pragma unroll
       for (int i = 0; i < kMmaSums; ++i) upper[i] = lower[i] = 0.0f;
     }
-    for (int step = 0; step < steps; ++step, left -= kK) {
+    for (int step = 0; step < steps; ++step, left -= kK<T>) {
       await(&shared_.full[turn_.stage], turn_.parity);
       char* const stage = shared_.stages[turn_.stage];
-      if (kTurnedA && left < kK) clear_rows(stage, left);
+      if (kTurnedA && left < kK<T>) clear_rows(stage, left);
       const uint64_t a = operand(stage);
       const uint64_t b = operand(stage + 2 * kHalfBytes, kTurnedB ? kHalfBytes : 16);
       begin_mma();
 #pragma unroll
-      for (int at = 0; at < kK / 16; ++at) {
+      for (int at = 0; at < kLine / 32; ++at) {
         const int adds = step > 0 || at > 0;
         const uint64_t of_a = a + at * step_of(kTurnedA);
         const uint64_t of_b = b + at * step_of(kTurnedB);
@@ -251,15 +255,15 @@ class Multiplier {
  private:
   static constexpr bool kTurnedA = kForm == GroupedForm::kWeights;
   static constexpr bool kTurnedB = kTurned || kTurnedA;
-  // Sixteen numbers of k: 32 bytes of each row, or sixteen rows.
-  static constexpr uint64_t step_of(bool turned) { return (turned ? 16 * kK * 2 : 32) >> 4; }
+  // 32 bytes of each row or, turned, sixteen rows.
+  static constexpr uint64_t step_of(bool turned) { return (turned ? 16 * kLine : 32) >> 4; }
 
   // Rows after the expert's last one are another's, or nobody's.
   __device__ void clear_rows(char* stage, int first) const {
     const int thread = static_cast<int>(threadIdx.x) % kGroup;
     for (int half = 0; half < 4; ++half) {
       char* const rows = stage + half * kHalfBytes;
-      for (int at = first * kK * 2 + thread * 16; at < kHalfBytes; at += kGroup * 16) {
+      for (int at = first * kLine + thread * 16; at < kHalfBytes; at += kGroup * 16) {
         *reinterpret_cast<uint4*>(rows + at) = uint4{};
       }
     }
@@ -284,9 +288,10 @@ template <class T, GroupedForm kForm, bool kTurned>
 __device__ void consume(const KernelParams& params, Shared& shared) {
   const int group = static_cast<int>(threadIdx.x) / kGroup - 1;
   const int warp = static_cast<int>(threadIdx.x) % kGroup / 32;
-  Epilogue<T, kForm> epilogue(params.gemm, shared.staged[group * 4 + warp]);
+  Epilogue<T, kForm> epilogue(params.gemm, params.step, params.second,
+                              shared.staged[group * 4 + warp]);
   Multiplier<T, kForm, kTurned> multiplier(shared, group);
-  Tiles<kForm> tiles(params, shared);
+  Tiles<T, kForm> tiles(params, shared);
   if (group == 1) pass_turn(group);
   int number = 0;
   for (Place place; tiles.next(place); ++number) {
@@ -308,7 +313,7 @@ __device__ void consume(const KernelParams& params, Shared& shared) {
     }
     pass_turn(group);
     multiplier.finish();
-    const auto store = [&](const float (&sums)[kMmaSums], int first) {
+    const auto store = [&](float (&sums)[kMmaSums], int first) {
       epilogue.store(sums,
                      {place.expert, tile, place.first_row + first, min(rows - first, kWarpRows)});
     };
@@ -339,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
   meet_cluster();
   if (threadIdx.x < kGroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 0) produce<kForm, kTurned>(params, shared);
+    if (threadIdx.x == 0) produce<T, kForm, kTurned>(params, shared);
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
@@ -358,7 +363,12 @@ Kernel kernel_for(Element element) {
                                       : grouped_gemm_kernel<__nv_bfloat16, kForm, kTurned>;
 }
 
-Kernel kernel_of(Element element, GroupedForm form, bool turned) {
+Kernel kernel_of(Element element, GroupedForm form, bool turned, bool fp8 = false) {
+  if (fp8) {
+    return form == GroupedForm::kGate
+               ? grouped_gemm_kernel<__nv_fp8_e4m3, GroupedForm::kGate, false>
+               : grouped_gemm_kernel<__nv_fp8_e4m3, GroupedForm::kRows, false>;
+  }
   switch (form) {
     case GroupedForm::kRows:
       return turned ? kernel_for<GroupedForm::kRows, true>(element)
@@ -372,20 +382,23 @@ Kernel kernel_of(Element element, GroupedForm form, bool turned) {
   return nullptr;
 }
 
-// The maps of boxes of kHalf rows of 128 bytes.
+// The maps of boxes of kHalf rows of kLine bytes.
 class Maps {
  public:
-  explicit Maps(Element element)
-      : type_(element == Element::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                           : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) {}
+  explicit Maps(const GroupedGemmParams& gemm)
+      : type_(gemm.scale != nullptr                    ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+              : gemm.gate.element == Element::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                       : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16),
+        bytes_(gemm.scale != nullptr ? 1 : 2) {}
 
-  // The map of one matrix or, with a number of them, of that many.
+  // The map of one matrix or, with a number of them, of that many. `after`: bytes between rows.
   bool make(CUtensorMap& map, const void* first, int64_t columns, int64_t rows,
-            int64_t matrices = 0) const {
+            int64_t matrices = 0, int64_t after = 0) const {
     const auto unsigned_of = [](int64_t number) { return static_cast<cuuint64_t>(number); };
     const cuuint64_t sizes[] = {unsigned_of(columns), unsigned_of(rows), unsigned_of(matrices)};
-    const cuuint64_t strides[] = {unsigned_of(columns * 2), unsigned_of(columns * rows * 2)};
-    const cuuint32_t box[] = {kK, kHalf, 1};
+    const cuuint64_t row = unsigned_of(columns * bytes_ + after);
+    const cuuint64_t strides[] = {row, row * unsigned_of(rows)};
+    const cuuint32_t box[] = {static_cast<cuuint32_t>(kLine / bytes_), kHalf, 1};
     const cuuint32_t steps[] = {1, 1, 1};
     return call_cuTensorMapEncodeTiled(&map, type_, matrices == 0 ? 2u : 3u,
                                        const_cast<void*>(first), sizes, strides, box, steps,
@@ -396,11 +409,13 @@ class Maps {
 
  private:
   CUtensorMapDataType type_;
+  int64_t bytes_;  // of a number
 };
 
 bool make_maps(KernelParams& params) {
   const GroupedGemmParams& gemm = params.gemm;
-  const Maps maps(gemm.gate.element);
+  const Maps maps(gemm);
+  const int64_t after = gemm.scale != nullptr ? kPackedBytes : 0;
   const void* const up = gemm.up_weight == nullptr ? gemm.weight : gemm.up_weight;
   const bool weights = gemm.form == GroupedForm::kWeights;
   const auto make_weight = [&](CUtensorMap& map, const void* weight) {
@@ -408,8 +423,12 @@ bool make_maps(KernelParams& params) {
     return gemm.turned ? maps.make(map, weight, gemm.n, gemm.k, gemm.gate.experts)
                        : maps.make(map, weight, gemm.k, gemm.n * gemm.gate.experts);
   };
-  return maps.make(params.input, gemm.input, weights ? gemm.n : gemm.k, gemm.rows) &&
+  return maps.make(params.input, gemm.input, weights ? gemm.n : gemm.k, gemm.rows, 0, after) &&
          make_weight(params.weights[0], gemm.weight) && make_weight(params.weights[1], up);
+}
+
+cudaError_t set_memory(Kernel kernel) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
 }
 
 }  // namespace
@@ -418,12 +437,14 @@ cudaError_t load_grouped_gemm_sm90() {
   for (const Element element : {Element::kBFloat16, Element::kFloat16}) {
     for (const auto form : {GroupedForm::kRows, GroupedForm::kGate, GroupedForm::kWeights}) {
       for (const bool turned : {false, true}) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(kernel_of(element, form, turned),
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+        const cudaError_t error = set_memory(kernel_of(element, form, turned));
         if (error != cudaSuccess) return error;
       }
     }
+  }
+  for (const auto form : {GroupedForm::kRows, GroupedForm::kGate}) {
+    const cudaError_t error = set_memory(kernel_of(Element::kBFloat16, form, false, true));
+    if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
@@ -447,7 +468,7 @@ cudaError_t launch_grouped_gemm_sm90(const GroupedGemmParams& gemm, cudaStream_t
               : (gemm.rows + kTile - 1) / kTile + gate.experts * gemm.ranges_of_expert;
   const int64_t clusters =
       std::clamp<int64_t>(gemm.ctas / kCluster, 1, blocks * params.column_pairs);
-  const Kernel kernel = kernel_of(gate.element, gemm.form, gemm.turned);
+  const Kernel kernel = kernel_of(gate.element, gemm.form, gemm.turned, gemm.scale != nullptr);
   kernel<<<static_cast<unsigned>(clusters * kCluster), kThreads, kSharedBytes, stream>>>(params);
   return cudaGetLastError();
 }

@@ -114,6 +114,21 @@ struct PartsParams {
 
 cudaError_t find_parts(const PartsParams& params, cudaStream_t stream);
 
+// A packed row: `width` numbers in float8_e4m3fn, then kPackedBytes bytes, the first four of which are its float32 scale, the
+// largest absolute value divided by 448.
+constexpr int64_t kPackedBytes = 16;
+
+struct PackParams {
+  Element element = Element::kBFloat16;
+  int64_t rows = 0;
+  int64_t width = 0;             // a multiple of 16
+  const void* source = nullptr;  // [rows, width]
+  const int32_t* end = nullptr;  // rows from here on are not written; null: all are
+  void* output = nullptr;        // [rows, width + kPackedBytes]
+};
+
+cudaError_t pack_rows(const PackParams& params, cudaStream_t stream);
+
 struct SumParams {
   Element element = Element::kBFloat16;
   int64_t tokens = 0;

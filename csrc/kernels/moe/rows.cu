@@ -1,12 +1,14 @@
 // Rows between a mixture's GEMMs and collectives.
 #include <cuda_runtime.h>
 
+#include "kernels/chunk/fp8.cuh"
 #include "kernels/moe/rows.cuh"
 
 namespace overlap::kernels {
 namespace {
 
 constexpr int kBatch = 4;  // loads of a thread that are under way together
+constexpr int kPackThreads = 128;
 
 template <class T, int kVector>
 __global__ void __launch_bounds__(kMostThreads)
@@ -41,6 +43,47 @@ __global__ void __launch_bounds__(kMostThreads)
         store(params.output, row * params.width + column + i * step, values[i]);
       }
     }
+  }
+}
+
+// A warp takes a row, twice: for its largest number, and for all.
+template <class T, int kVector>
+__global__ void __launch_bounds__(kPackThreads)
+    pack_kernel(const __grid_constant__ PackParams params) {
+  const int64_t row = int64_t{blockIdx.x} * (kPackThreads / 32) + threadIdx.x / 32;
+  if (row >= (params.end != nullptr ? min(params.rows, int64_t{*params.end}) : params.rows)) {
+    return;
+  }
+  const auto lane = static_cast<int>(threadIdx.x) % 32;
+  const auto each = [&](const auto& body) {
+#pragma unroll 4
+    for (int64_t column = lane * kVector; column < params.width; column += 32 * kVector) {
+      body(column, load<T, kVector>(params.source, row * params.width + column));
+    }
+  };
+  float largest = 0.0f;
+  each([&](int64_t, const Access<T, kVector>& values) {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) {
+      largest = larger(largest, fabsf(static_cast<float>(to_float(values.element[e]))));
+    }
+  });
+  for (int distance = 16; distance > 0; distance /= 2) {
+    largest = larger(largest, __shfl_xor_sync(~0u, largest, distance));
+  }
+  const float scale = scale_of(largest);
+  char* const output = static_cast<char*>(params.output) + row * (params.width + kPackedBytes);
+  each([&](int64_t column, const Access<T, kVector>& values) {
+    Access<uint16_t, kVector / 2> packed;
+#pragma unroll
+    for (int e = 0; e < kVector; e += 2) {
+      packed.element[e / 2] = to_fp8(static_cast<float>(to_float(values.element[e])),
+                                     static_cast<float>(to_float(values.element[e + 1])), scale);
+    }
+    store(output, column / 2, packed);
+  });
+  if (lane == 0) {
+    *reinterpret_cast<float4*>(output + params.width) = make_float4(scale, 0.0f, 0.0f, 0.0f);
   }
 }
 
@@ -160,6 +203,18 @@ cudaError_t gather_rows(const RowsParams& params, cudaStream_t stream) {
     const int vector = vector_of<T>({params.width}, {params.source, params.own, params.output});
     const auto kernel = vector == 1 ? gather_kernel<T, 1> : gather_kernel<T, kVector>;
     kernel<<<static_cast<unsigned>(params.rows), threads_of(params.width, vector), 0, stream>>>(
+        params);
+  });
+}
+
+cudaError_t pack_rows(const PackParams& params, cudaStream_t stream) {
+  return by_element(params.element, params.rows, params.width, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kVector = 16 / sizeof(T);
+    const int vector = vector_of<T>({params.width}, {params.source, params.output});
+    const auto kernel = vector == 1 ? pack_kernel<T, 2> : pack_kernel<T, kVector>;
+    constexpr int64_t kRows = kPackThreads / 32;
+    kernel<<<static_cast<unsigned>((params.rows + kRows - 1) / kRows), kPackThreads, 0, stream>>>(
         params);
   });
 }

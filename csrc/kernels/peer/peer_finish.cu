@@ -1,9 +1,8 @@
 #include "kernels/peer/peer_finish.h"
 
-#include <cuda_fp8.h>
-
 #include <algorithm>
 
+#include "kernels/chunk/fp8.cuh"
 #include "kernels/peer/peer_row.cuh"
 
 namespace overlap::kernels {
@@ -11,15 +10,6 @@ namespace {
 
 constexpr int kMostWarps = 24;                            // of a block
 constexpr int kMostGroups = kMostWarps * 4 * kUnitWords;  // runs of 32 words
-constexpr float kLargest = 448.0f;                        // of float8_e4m3fn
-constexpr float kSmallest = 1e-12f;                       // that a scale stands for
-
-// A maximum that a NaN wins.
-__device__ __forceinline__ float larger(float a, float b) {
-  float most;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
-  return most;
-}
 
 template <class Combine>
 __device__ __forceinline__ float over_warp(float value, Combine combine) {
@@ -46,18 +36,6 @@ __device__ __forceinline__ float over_block(float value, float (&place)[kMostWar
     all = combine(combine(combine(combine(all, four.x), four.y), four.z), four.w);
   }
   return all;
-}
-
-__device__ __forceinline__ float scale_of(float largest) {
-  return __fdiv_rn(larger(largest, kSmallest), kLargest);
-}
-
-__device__ __forceinline__ uint16_t to_fp8(const float (&value)[kVector], float scale) {
-  const auto scaled = [&](int e) {
-    const float quotient = __fdiv_rn(value[e], scale);
-    return quotient != quotient ? quotient : fminf(fmaxf(quotient, -kLargest), kLargest);
-  };
-  return __nv_cvt_float2_to_fp8x2(make_float2(scaled(0), scaled(1)), __NV_SATFINITE, __NV_E4M3);
 }
 
 // Calls `body(row)` for the rows that this block has.
@@ -172,7 +150,8 @@ class Finisher {
     uint16_t* const values =
         static_cast<uint16_t*>(params_.values) + (row * part_.words + part_.first());
     each_word<kUnits>([&](int u, int w) {
-      if (part_.has(u, w)) values[part_.to_word(u, w)] = to_fp8(normed.value[u][w], scale[u][w]);
+      const auto& pair = normed.value[u][w];
+      if (part_.has(u, w)) values[part_.to_word(u, w)] = to_fp8(pair[0], pair[1], scale[u][w]);
     });
   }
 

@@ -1,0 +1,211 @@
+"""What calls of a mixture of experts check before anything is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from overlap_torch._moe import ops
+from overlap_torch._moe.activation import Gate
+from overlap_torch._ops.fakes import DTYPES
+from overlap_torch._ops.group import place_of, reaches
+from overlap_torch._ops.nested import check_tensors
+
+Weights = torch.Tensor | Sequence[torch.Tensor]
+
+
+def experts_of_ranks(num_experts: int | Sequence[int], ranks: int) -> list[int]:
+    if isinstance(num_experts, int):
+        largest = -(-num_experts // ranks)
+        found = [max(0, min(largest, num_experts - rank * largest)) for rank in range(ranks)]
+    else:
+        found = list(num_experts)
+    if len(found) != ranks or min(found) < 0 or sum(found) == 0:
+        raise ValueError(
+            f"num_experts is {num_experts} for a group of {ranks} ranks: give the number of all experts, at least 1, or a list "
+            "with the number of each rank's"
+        )
+    return found
+
+
+def check_tokens(what: str, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    check_tensors(what, x=x, topk_ids=topk_ids)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{what} takes x in {named(DTYPES)}, but it is {x.dtype}")
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{what} takes topk_ids in int32 or int64, but they are {topk_ids.dtype}")
+    if x.dim() < 1 or topk_ids.dim() != x.dim() or x.shape[:-1] != topk_ids.shape[:-1]:
+        raise ValueError(
+            f"{what} takes x [..., H] and topk_ids [..., K] with the same leading dims, but their shapes are {tuple(x.shape)} "
+            f"and {tuple(topk_ids.shape)}"
+        )
+    if x.device != topk_ids.device:
+        raise ValueError(
+            f"{what} takes x and topk_ids on one device, but they are on {x.device} and {topk_ids.device}"
+        )
+
+
+def check_shares(
+    what: str, weights: torch.Tensor, shape: Sequence[int], like: torch.Tensor
+) -> None:
+    if tuple(weights.shape) != tuple(shape) or weights.device != like.device:
+        raise ValueError(
+            f"{what} takes topk_weights of the shape of topk_ids, {tuple(shape)}, on {like.device}, but they are "
+            f"{tuple(weights.shape)} on {weights.device}"
+        )
+    if weights.dtype not in DTYPES:
+        raise TypeError(
+            f"{what} takes topk_weights in {named(DTYPES)}, but they are {weights.dtype}"
+        )
+
+
+def named(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+class Way(NamedTuple):
+    """How rows travel: the operator's arguments after ``align``. If ``max_rows`` is 0, the host waits for their number."""
+
+    max_tokens: int
+    max_rows: int
+    peers: bool
+    ranks_first: bool
+    group: str
+
+
+def way_of(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    sum_order: str,
+    limits: tuple[int | None, int | None],
+    transport: str | None,
+    group: str,
+) -> Way:
+    """Checks the options, which are the same on all ranks, and chooses what carries the rows."""
+    if sum_order not in ("choices", "ranks"):
+        raise ValueError(f'sum_order is "choices" or "ranks", but got {sum_order!r}')
+    if transport not in (None, "peer", "nccl"):
+        raise ValueError(
+            f'transport is None, "peer", "nccl" or, of moe, "copies", but got {transport!r}'
+        )
+    if limits != (None, None) and (None in limits or min(limits) < 1):
+        raise ValueError(
+            f"max_tokens and max_rows are given together, each at least 1, but got {limits[0]} and {limits[1]}"
+        )
+    max_tokens, max_rows = (limit or 0 for limit in limits)
+    if max_rows and topk_ids.shape[:-1].numel() > max_tokens:
+        raise ValueError(
+            f"x has {topk_ids.shape[:-1].numel()} tokens, more than max_tokens={max_tokens}"
+        )
+    ranks, ranks_first = place_of(group)[0], sum_order == "ranks"
+    choices, width = topk_ids.shape[-1], x.shape[-1]
+    needed = max(ranks, ranks if ranks_first else choices) * max_tokens * width * x.element_size()
+    why = ""
+    if needed > ops.MOST_BYTES:
+        why = f"max_tokens={max_tokens}: {needed} bytes of a rank's memory, more than {ops.MOST_BYTES}"
+    elif ranks == 1 or choices == 0 or width == 0:
+        why = f"{choices} experts of a token, rows of {width} numbers or a group of {ranks}"
+    elif transport == "peer" or (transport is None and x.is_cuda):
+        if not reaches(x.device, group):
+            why = f"rows on {x.device}: the ranks do not map each other's memory (python -m overlap_torch doctor says why)"
+    else:
+        why = "these rows"
+    if why and transport == "peer":
+        raise ValueError(f"peers do not carry {why}; leave transport out")
+    return Way(max_tokens, max_rows, not why, ranks_first, group)
+
+
+def by_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """[..., N] to [T, N], as many leading dims as they have."""
+    return [each.reshape(each.shape[:-1].numel(), each.shape[-1]) for each in tensors]
+
+
+def one_weight(name: str, weights: Weights, pairs: bool) -> tuple[torch.Tensor, ...]:
+    """A tensor [e, N, K], or a pair of them, from tensors or from lists with a tensor for each expert."""
+    if isinstance(weights, torch.Tensor):
+        return (weights,)
+    if not hasattr(weights, "__len__"):  # a list of any kind
+        raise TypeError(
+            f"moe: {name} must be a tensor or a list of tensors, but it is a {type(weights).__name__}"
+        )
+    if pairs and len(weights) == 2 and all(weight.dim() == 3 for weight in weights):
+        return tuple(weights)
+    if len(weights) == 0 or any(weight.dim() != 2 for weight in weights):
+        raise ValueError(
+            f"{name} is a tensor [e, N, K]{', a pair of them,' if pairs else ''} or a list of e tensors [N, K], but got shapes "
+            f"{[tuple(weight.shape) for weight in weights]}; a rank without experts gives a tensor [0, N, K]"
+        )
+    return (torch.stack(tuple(weights)),)
+
+
+def check_experts(
+    x, gate_up, down, gate_up_bias, down_bias, activation: Gate, own: int, dtype: torch.dtype
+) -> None:
+    """Raises ValueError or TypeError unless weights, of this dtype, and biases, of x's, are those of `own` experts of x's
+    width."""
+    width, inner = x.shape[-1], down.shape[-1] if down.dim() == 3 else 0
+    columns = (2 if activation.gated else 1) * inner // len(gate_up)
+    expected = [
+        *(("gate_up", weight, (own, columns, width), dtype) for weight in gate_up),
+        ("down", down, (own, width, inner), dtype),
+        ("gate_up_bias", gate_up_bias, (own, columns * len(gate_up)), x.dtype),
+        ("down_bias", down_bias, (own, width), x.dtype),
+    ]
+    for name, tensor, shape, wanted in expected:
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape or tensor.device != x.device:
+            raise ValueError(
+                f"moe takes {name} of shape {shape} on {x.device} for this rank's {own} experts, x [..., {width}] and down "
+                f"{tuple(down.shape)}, but it is {tuple(tensor.shape)} on {tensor.device}"
+            )
+        if tensor.dtype != wanted:
+            whose = "x's dtype" if wanted == x.dtype else "the dtype of weights with scales,"
+            raise TypeError(f"moe takes {name} in {whose} {wanted}, but it is {tensor.dtype}")
+
+
+def check_scaled(x: torch.Tensor, down: torch.Tensor, other: bool) -> None:
+    """Raises unless fp8 weights fit; ``other``: copies or gradients are asked for."""
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"moe takes x in bfloat16 with fp8 weights, but it is {x.dtype}")
+    sizes = (x.shape[-1], down.shape[-1])
+    if any(size % 16 for size in sizes):
+        raise ValueError(
+            f"moe with fp8 weights takes H and I that are multiples of 16, but they are {sizes[0]} and {sizes[1]}"
+        )
+    if other:
+        raise ValueError(
+            'moe with fp8 weights has neither gradients nor transport="copies": call it under torch.no_grad(), with another '
+            "transport"
+        )
+
+
+def scales_of(
+    name: str, weights: Sequence[torch.Tensor], scales: Weights | None, x: torch.Tensor
+) -> list[torch.Tensor]:
+    """Each weight's scales [e, N], contiguous. Raises ValueError or TypeError if they do not fit."""
+    shapes = [tuple(weight.shape[:2]) for weight in weights]
+    each = [scales] if isinstance(scales, torch.Tensor) else list(scales or ())
+    if len(each) != len(shapes) or any(
+        tuple(one.shape) not in (shape, (*shape, 1)) or one.device != x.device
+        for one, shape in zip(each, shapes, strict=True)
+    ):
+        raise ValueError(
+            f"moe takes {name} of shape {' and '.join(map(str, shapes))} on {x.device}, a number for each row of an fp8 weight, but got "
+            f"{[(tuple(one.shape), str(one.device)) for one in each] or None}"
+        )
+    if any(one.dtype != torch.float32 for one in each):
+        raise TypeError(f"moe takes {name} in float32, but got {[one.dtype for one in each]}")
+    return [one.reshape(shape).contiguous() for one, shape in zip(each, shapes, strict=True)]
+
+
+def check_options(shares_on: str, save: str) -> None:
+    if shares_on not in ("output", "hidden", "input"):
+        raise ValueError(f'shares_on is "output", "hidden" or "input", but got {shares_on!r}')
+    if save not in ("rows", "gate_up", "nothing") or (save != "rows" and shares_on == "input"):
+        raise ValueError(
+            'save is "rows", "gate_up" or "nothing", and only "rows" with shares_on="input", but got '
+            f"{save!r} with shares_on={shares_on!r}"
+        )

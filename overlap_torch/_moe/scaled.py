@@ -1,0 +1,154 @@
+"""Experts with fp8 weights: rows travel and are multiplied in float8_e4m3fn, each with a scale of its own.
+
+A *packed row* has its K numbers in float8_e4m3fn and then 16 bytes, the first four of which are its float32 scale. The operators
+that carry rows take packed rows as rows of bfloat16.
+
+    x | pack | tokens to peers | rows | gate, up, activation | pack | down | results home, in bfloat16 | sums |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from overlap_torch._moe.activation import FORM, NO_ACTIVATION, expert_of_rows
+from overlap_torch._moe.ops import ROUTES, combine, complete, define, peer_stride, row_shares
+from overlap_torch._moe.products import on_hopper
+from overlap_torch._ops.composition import quantized
+
+_ops = torch.ops.overlap
+FP8 = torch.float8_e4m3fn
+PACKED = 16  # bytes of a row after its numbers
+
+
+@define("_moe_pack(Tensor rows, Tensor? offs) -> Tensor")
+def _pack(rows, offs):
+    """[R, K] to packed rows [R, K + 16]. A CUDA kernel leaves rows after the last end undefined."""
+    values, scales = quantized(rows.float(), rows.shape[1])
+    after = scales.new_zeros((rows.shape[0], PACKED // 4))
+    after[:, :1] = scales
+    return torch.cat([values.view(torch.uint8), after.view(torch.uint8)], 1).view(FP8)
+
+
+def scale_of_rows(packed: torch.Tensor) -> torch.Tensor:
+    """A view, float32 [R, 1]."""
+    return packed[:, packed.shape[1] - PACKED :][:, :4].view(torch.float32)
+
+
+def _fits(packed, weights, biases) -> bool:
+    """True if this package's grouped GEMM takes the operands: contiguous weights [e, N, K], N and K multiples of 16, K at least 64."""
+    experts, _, inner = weights[0].shape
+    return (
+        packed.is_cuda
+        and packed.numel() > 0
+        and 0 < experts <= 1024
+        and inner >= 64
+        and all(each.shape[1] > 0 and each.shape[1] % 16 == 0 for each in weights)
+        and all(each.is_contiguous() for each in (*weights, *biases))
+        and all(each.data_ptr() % 16 == 0 for each in (packed, *weights, *biases))
+        and on_hopper(packed.device)
+    )
+
+
+def _present(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    return [each for each in tensors if each is not None]
+
+
+def _linear(packed, weight, scale, offs):
+    """Packed rows and [e, N, K] to [R, N]: sums in float32, times the scales of row and column, rounded to bfloat16."""
+    if _fits(packed, [weight], []):
+        call = (packed, weight, None, None, None, offs, *NO_ACTIVATION, False, scale)
+        return _ops._moe_grouped(*call)[0]
+    values = packed[:, :-PACKED].float()
+    sums = _ops._moe_linear(values, weight.float(), offs) * scale_of_rows(packed)
+    if scale.shape[0] > 0:
+        sums = sums * scale.index_select(0, expert_of_rows(offs, sums.shape[0]))
+    return sums.to(torch.bfloat16)
+
+
+@define(
+    "_moe_scaled_hidden(Tensor rows, Tensor weight, Tensor? up, Tensor scale, Tensor? up_scale, Tensor? bias, Tensor? shares, Tensor offs, "
+    f"{FORM}) -> Tensor"
+)
+def _hidden(packed, weight, up, scale, up_scale, bias, shares, offs, *form):
+    """The product of packed rows with one weight or two, then `_moe_gate`."""
+    *_, gated, interleaved = form
+    fits = weight.shape[1] % 32 == 0 if up is None else not interleaved
+    if gated and fits and _fits(packed, _present(weight, up), _present(bias)):
+        call = (packed, weight, up, bias, shares, offs, *form, False, scale, up_scale)
+        return _ops._moe_grouped(*call)[0]
+    parts = [_linear(packed, weight, scale, offs), None]
+    if up is not None:
+        parts[1] = _linear(packed, up, up_scale, offs)
+    return _ops._moe_gate(*parts, bias, shares, offs, *form)
+
+
+@define(
+    "_moe_scaled_down(Tensor hidden, Tensor weight, Tensor scale, Tensor? bias, Tensor offs, Tensor? topk_weights, SymInt tokens, int choices, "
+    f"{ROUTES}, bool ranks_first, str group) -> Tensor"
+)
+def _down(packed, weight, scale, bias, offs, topk_weights, tokens, choices, *how):
+    """As `_moe_down`, of packed rows."""
+    *routes, ranks_first, group = how
+    stride = peer_stride(routes[4])
+    if stride is not None and not ranks_first and _fits(packed, [weight], _present(bias)):
+        form = (routes[0], routes[3], stride, tokens, choices, group)
+        return _ops._moe_peer_down(packed, weight, bias, offs, topk_weights, *form, scale)
+    results = _linear(packed, weight, scale, offs)
+    if bias is not None:
+        results = _ops._moe_gate(results, None, bias, None, offs, *NO_ACTIVATION)
+    return combine(results, topk_weights, tokens, choices, *routes, ranks_first, group)
+
+
+def experts(
+    tokens, ids, shares, gate_up, down, scales, biases, form, shares_on: str, own: list[int], way
+):
+    """``moe`` of tokens [T, H], ids and shares [T, K], with a weight or two before the gate. ``scales``: of each weight; ``biases``:
+    before the gate and of down; ``own``: the experts of each rank; ``way``: how rows travel."""
+    *_, ranks_first, group = way
+    packed = _ops._moe_pack(tokens, None).view(torch.bfloat16)
+    rows, offs, _, *routes = _ops.moe_dispatch(packed, ids, own, 1, *way)
+    rows, of_rows = rows.view(FP8), None
+    if shares_on != "output":
+        of_rows, shares = row_shares(shares, routes, group, torch.float32), None
+    if shares_on == "input":
+        scale_of_rows(rows).mul_(of_rows)
+        of_rows = None
+    first, up = gate_up if len(gate_up) == 2 else (*gate_up, None)
+    up_scale = None if up is None else scales[1]
+    call = (rows, first, up, scales[0], up_scale, biases[0], of_rows, offs)
+    hidden = _ops._moe_pack(_ops._moe_scaled_hidden(*call, *form), offs)
+    call = (hidden, down, scales[-1], biases[1], offs, shares, *ids.shape)
+    return _ops._moe_scaled_down(*call, *routes, ranks_first, group)
+
+
+def _fake_hidden(packed, weight, up, scale, up_scale, bias, shares, offs, *form):
+    *_, gated, _ = form
+    width = weight.shape[1] // (2 if gated and up is None else 1)
+    return packed.new_empty((packed.shape[0], width), dtype=torch.bfloat16)
+
+
+def _fake_down(packed, weight, scale, bias, offs, topk_weights, tokens, *how):
+    return packed.new_empty((tokens, weight.shape[1]), dtype=torch.bfloat16)
+
+
+complete(
+    {
+        "_moe_pack": lambda rows, _: rows.new_empty(
+            (rows.shape[0], rows.shape[1] + PACKED), dtype=FP8
+        ),
+        "_moe_scaled_hidden": _fake_hidden,
+        "_moe_scaled_down": _fake_down,
+    },
+    {},
+)
+
+
+@register_flop_formula(_ops._moe_scaled_hidden)
+def _flops_hidden(packed: torch.Size, weight: torch.Size, up: torch.Size | None, *args, **kwargs):
+    return 2 * packed[0] * weight[1] * weight[2] * (1 if up is None else 2)
+
+
+@register_flop_formula(_ops._moe_scaled_down)
+def _flops_down(packed: torch.Size, weight: torch.Size, *args: object, **kwargs: object) -> int:
+    return 2 * packed[0] * weight[1] * weight[2]

@@ -1,0 +1,235 @@
+"""A mixture of experts with fp8 weights: beside the same casts in float64, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_moe import carried_by, in_turns, need_peers
+
+import overlap_torch
+from checks import Failures
+from operands import poison, rank_device
+from overlap_torch import Gate
+from overlap_torch._moe import scaled
+
+HIDDEN, INNER, CHOICES = 64, 80, 3
+FP8 = torch.float8_e4m3fn
+# A cast of the rows that is left out, or a scale of another row, is off by 0.02 and more; sums in float32 by less than 0.002, and
+# those of Hopper's tensor cores by 0.005.
+MOST = {"cpu": 4e-3, "cuda": 1e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    form: str = "one"  # of gate_up: one, pair, list, interleaved, no gate
+    bias: bool = False
+    shares_on: str = "output"
+    sum_order: str = "choices"
+    limited: bool = False
+    experts: tuple[int, ...] = (2, 2, 2)
+    tokens: tuple[int, ...] = (150, 0, 37)
+
+
+CASES = [
+    Case(),
+    Case(form="pair", bias=True, shares_on="hidden", limited=True),
+    Case(form="list", shares_on="input", experts=(1, 2, 0)),
+    Case(form="interleaved", bias=True, sum_order="ranks"),
+    Case(form="no gate", bias=True, shares_on="input", sum_order="ranks"),
+    Case(tokens=(0, 0, 0)),
+    Case(limited=True, experts=(0, 3, 1), tokens=(5, 130, 1)),
+]
+
+
+def cast(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., K] to float8_e4m3fn and scales [...]."""
+    scale = numbers.float().abs().amax(-1).clamp(min=1e-12) / 448
+    return (numbers.float() / scale[..., None]).to(FP8), scale
+
+
+def rounded(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.bfloat16().double()
+
+
+def cast_back(numbers: torch.Tensor) -> torch.Tensor:
+    values, scale = cast(numbers)
+    return values.double() * scale.double()[..., None]
+
+
+def operands_of(case: Case, rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    own, tokens, total = case.experts[rank], case.tokens[rank], sum(case.experts)
+    columns = INNER * (1 if case.form == "no gate" else 2)
+    found = {
+        "x": (draw(tokens, HIDDEN) * 2.0 ** draw(tokens, 1).round()).bfloat16(),
+        "ids": draw(tokens, CHOICES).mul(1e3).long() % total,
+        "shares": draw(tokens, CHOICES).abs(),
+    }
+    sizes = {"gate_up": (own, columns, HIDDEN), "down": (own, HIDDEN, INNER)}
+    for name, shape in sizes.items():
+        found[name], found[f"scale_{name}"] = cast(draw(*shape) / 8)
+        if case.bias:
+            found[f"{name}_bias"] = draw(own, shape[1]).bfloat16()
+    return found
+
+
+def meaning(case: Case, everybody: list[dict], rank: int) -> torch.Tensor:
+    """This rank's result in float64, by the casts that the page names."""
+    weights = {
+        name: torch.cat(
+            [own[name].double() * own[f"scale_{name}"].double()[..., None] for own in everybody]
+        )
+        for name in ("gate_up", "down")
+    }
+    bias = {
+        name: torch.cat([own[f"{name}_bias"].double() for own in everybody]) if case.bias else None
+        for name in weights
+    }
+    own = everybody[rank]
+    x, shares = own["x"].double(), own["shares"].double()
+    total = torch.zeros(x.shape[0], HIDDEN, dtype=torch.float64)
+    for choice in range(CHOICES):
+        ids, share = own["ids"][:, choice], shares[:, choice, None]
+        given = cast_back(own["x"]) * (share if case.shares_on == "input" else 1)
+        hidden = rounded(torch.einsum("tk,tnk->tn", given, weights["gate_up"][ids]))
+        hidden = hidden if bias["gate_up"] is None else hidden + bias["gate_up"][ids]
+        if case.form == "no gate":
+            hidden = hidden.relu()
+        else:
+            gate, up = hidden.chunk(2, 1)
+            hidden = torch.nn.functional.silu(gate) * up
+        hidden = rounded(hidden * (share if case.shares_on == "hidden" else 1))
+        result = rounded(torch.einsum("tk,tnk->tn", cast_back(hidden), weights["down"][ids]))
+        result = result if bias["down"] is None else rounded(result + bias["down"][ids])
+        total += result * (share if case.shares_on == "output" else 1)
+    return total
+
+
+def call(case: Case, own: dict[str, torch.Tensor], transport: str | None) -> torch.Tensor:
+    ranks, gate_up, scale = dist.get_world_size(), own["gate_up"], own["scale_gate_up"]
+    keywords = {name: own.get(f"{name}_bias") for name in ("gate_up", "down")}
+    if case.form == "pair":
+        gate_up = [part.contiguous() for part in gate_up.chunk(2, 1)]
+        scale = scale.chunk(2, 1)
+    elif case.form == "list":
+        gate_up = list(gate_up) or gate_up
+    elif case.form == "interleaved":
+        gate_up, scale = in_turns(gate_up.view(torch.uint8)).view(FP8), in_turns(scale)
+        keywords["gate_up"] = in_turns(keywords["gate_up"])
+    limits = {"max_tokens": 150, "max_rows": 200 * CHOICES} if case.limited else {}
+    return overlap_torch.moe(
+        own["x"],
+        own["ids"],
+        own["shares"],
+        gate_up,
+        own["down"],
+        scale_gate_up=scale,
+        scale_down=own["scale_down"][:, :, None],
+        gate_up_bias=keywords["gate_up"],
+        down_bias=keywords["down"],
+        num_experts=case.experts[:ranks],
+        activation=Gate("relu", gated=False) if case.form == "no gate" else "silu",
+        interleaved=case.form == "interleaved",
+        shares_on=case.shares_on,
+        sum_order=case.sum_order,
+        transport=transport,
+        **limits,
+    )
+
+
+def check_moe(failures: Failures, transport: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for case in CASES:
+        if sum(case.experts[:world]) == 0:
+            continue
+        case = Case(
+            **{**vars(case), "experts": case.experts[:world], "tokens": case.tokens[:world]}
+        )
+        everybody = [operands_of(case, each) for each in range(world)]
+        right = meaning(case, everybody, rank)
+        own = {name: each.to(rank_device()) for name, each in everybody[rank].items()}
+        poison(rank_device(), 64, 4096, 1 << 16)
+        with carried_by(transport):
+            mine = call(case, own, transport)
+            again = call(case, own, transport)
+        failures.expect(None if torch.equal(mine, again) else "another result", case)
+        off = (mine.cpu().double() - right).norm() / right.norm().clamp(min=1e-9)
+        most = MOST[rank_device().type]
+        failures.expect(None if off < most else f"off by {off:.4f}", transport, case)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "peer"])
+@pytest.mark.ranks((1, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
+def test_moe_of_fp8_weights_is_what_it_means(ranks, transport):
+    need_peers(ranks, transport)
+    ranks.expect_no_failures(check_moe, transport)
+
+
+WRONG = [
+    (ValueError, "scale_down of shape (2, 64)", {"scale_down": lambda scale: None}),
+    (ValueError, "scale_gate_up of shape (2, 160)", {"scale_gate_up": lambda scale: scale[:, 1:]}),
+    (TypeError, "scale_down in float32", {"scale_down": torch.Tensor.double}),
+    (TypeError, "x in bfloat16 with fp8", {"x": torch.Tensor.float}),
+    (TypeError, "gate_up in the dtype of weights with", {"gate_up": torch.Tensor.bfloat16}),
+    (ValueError, "multiples of 16", {"x": lambda x: x[:, :8], "gate_up": lambda w: w[..., :8]}),
+    (ValueError, "neither gradients", {"shares": torch.Tensor.requires_grad_}),
+]
+
+
+@pytest.mark.ranks((1, "gloo"))
+def test_moe_of_fp8_weights_names_what_is_wrong(failures: Failures) -> None:
+    case = Case(experts=(2,), tokens=(5,))
+    for kind, text, changes in WRONG:
+        own = operands_of(case, 0)
+        if "multiples" in text:
+            own["down"], own["scale_down"] = own["down"][:, :8], own["scale_down"][:, :8]
+        own |= {name: change(own[name]) for name, change in changes.items()}
+        named = {name: own[name] for name in ("scale_gate_up", "scale_down")}
+        given = [own[name] for name in ("x", "ids", "shares", "gate_up", "down")]
+        with pytest.raises(kind) as raised:
+            overlap_torch.moe(*given, **named)
+        failures.expect(None if text in str(raised.value) else str(raised.value), text)
+
+
+def test_packed_rows_have_their_scales() -> None:
+    rows = torch.tensor([[0.0] * 16, [448.0, -224.0] + [0.0] * 14, [1e30] + [1.0] * 15])
+    packed = torch.ops.overlap._moe_pack(rows, None)
+    assert packed.dtype == FP8 and packed.shape == (3, 32)
+    assert scaled.scale_of_rows(packed).flatten().tolist()[1] == 1.0
+    assert packed[:, :16].float()[1, :2].tolist() == [448.0, -224.0]
+    assert packed[:, :16].float()[0].abs().max() == 0
+    assert packed.view(torch.uint8)[:, 20:].max() == 0
+
+
+def check_compiled(failures: Failures) -> None:
+    case = Case(experts=(2,) * dist.get_world_size(), tokens=(9,) * dist.get_world_size())
+    own = operands_of(case, dist.get_rank())
+
+    def function(x):
+        return call(case, own | {"x": x}, None)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        failures.expect_equal(compiled(own["x"]), function(own["x"]))
+        packed = torch.ops.overlap._moe_pack(own["x"], None)
+        offs = torch.tensor([4, 9], dtype=torch.int32)
+        form = Gate().form(False)
+        arguments = (packed, own["gate_up"], None, own["scale_gate_up"], None, None, None, offs)
+        ops = torch.ops.overlap
+        for op, given in (
+            (ops._moe_pack, (own["x"], offs)),
+            (ops._moe_scaled_hidden, (*arguments, *form)),
+        ):
+            torch.library.opcheck(op, given, test_utils="test_faketensor")
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_moe_of_fp8_weights_compiles(ranks):
+    ranks.expect_no_failures(check_compiled)
