@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._attention.call import Attention
 from overlap_torch._attention.kernels import Form
 from overlap_torch._attention.work import Problem, share_of
+from overlap_torch._ops.eager import is_seen
 from overlap_torch._ops.group import group_rank
 
 _library = torch.library.Library("overlap", "FRAGMENT")
@@ -137,17 +137,6 @@ def _backward_flops(grad, q, k, v, o, kept, width, *how, out_shape=None, **_) ->
     return _flops(grad[0], width + grad[3], how) * 5 // 2
 
 
-def _is_seen(*tensors: torch.Tensor) -> bool:
-    """True if a mode, a subclass, a compiler or a profiler has to see this call as an operator."""
-    return bool(
-        any([type(tensor) is not torch.Tensor for tensor in tensors])
-        or is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd._profiler_enabled()
-    )
-
-
 def _how(attention: Attention) -> tuple:
     by = (len(attention.chunks) if attention.by_copies else 0, attention.keeps)
     return arguments(attention.problem, attention.kernel, attention.scale, attention.group, *by)
@@ -156,10 +145,10 @@ def _how(attention: Attention) -> tuple:
 def call(attention: Attention, q, k, v, *per_head) -> torch.Tensor:
     """The output. A built-in kernel is called as an operator only if somebody has to see it: the dispatcher's way through Python
     is long."""
-    if not attention.is_built_in or attention.keeps and not _is_seen(q, k, v):
+    if not attention.is_built_in or attention.keeps and not is_seen(q, k, v):
         found = ContextParallelAttention.apply(attention, q, k, v, *per_head)
         return found[0] if attention.kept else found
-    if _is_seen(q, k, v):
+    if is_seen(q, k, v):
         return _ops.context_parallel_attention(q, k, v, *_how(attention))[0]
     with _quietly(attention):
         return attention.forward(q, k, v)[0]
@@ -197,7 +186,7 @@ class ContextParallelAttention(torch.autograd.Function):
             return (None,) * (4 + more)
         q, k, v, o, *tensors = ctx.saved_tensors
         per_head, kept = tensors[:more], tensors[more : more + attention.kept]
-        if attention.is_built_in and _is_seen(grad):
+        if attention.is_built_in and is_seen(grad):
             given = (grad, q, k, v, o, tensors, attention.form.width, *_how(attention))
             found = _ops._context_parallel_attention_backward(*given)
         else:

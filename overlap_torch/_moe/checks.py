@@ -16,6 +16,19 @@ from overlap_torch._ops.nested import check_tensors
 Weights = torch.Tensor | Sequence[torch.Tensor]
 
 
+class Operands(NamedTuple):
+    """Tokens [T, H], ids and shares [T, K], and this rank's experts."""
+
+    tokens: torch.Tensor
+    ids: torch.Tensor
+    shares: torch.Tensor
+    gate_up: torch.Tensor  # or the gate's, with `up` beside it
+    up: torch.Tensor | None
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
 def experts_of_ranks(num_experts: int | Sequence[int], ranks: int) -> list[int]:
     if isinstance(num_experts, int):
         largest = -(-num_experts // ranks)

@@ -11,6 +11,7 @@ from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._moe import expert_op, ops, scaled  # noqa: F401, registers operators
 from overlap_torch._moe.activation import Gate
 from overlap_torch._moe.checks import (
+    Operands,
     Way,
     Weights,
     by_rows,
@@ -25,7 +26,9 @@ from overlap_torch._moe.checks import (
     scales_of,
     way_of,
 )
+from overlap_torch._moe.products import gate_fits
 from overlap_torch._ops.composition import accumulated
+from overlap_torch._ops.eager import is_seen
 from overlap_torch._ops.fakes import DTYPES
 from overlap_torch._ops.group import Group, group_name, place_of
 from overlap_torch._ops.nested import check_tensors
@@ -263,44 +266,58 @@ def moe(
     has_backward = torch.is_grad_enabled() and any(
         each is not None and each.requires_grad for each in (*operands, topk_weights)
     )
-    tokens, ids = by_rows(x, topk_ids)
+    tokens, ids, shares = by_rows(x, topk_ids, topk_weights)
+    given = Operands(tokens, ids, shares, gate_up[0], up, gate_up_bias, down, down_bias)
     if fp8:
         check_scaled(x, down, copies or has_backward)
-        scales = [
+        scales = (
             *scales_of("scale_gate_up", gate_up, scale_gate_up, x),
             *scales_of("scale_down", [down], scale_down, x),
-        ]
-        call = (tokens, ids, *by_rows(topk_weights), gate_up, down, scales)
-        biases = (gate_up_bias, down_bias)
-        output = scaled.experts(*call, biases, form, shares_on, experts, way)
-        return output.view(*topk_ids.shape[:-1], down.shape[1])
+        )
+        output = scaled.experts(given, scales, form, shares_on, experts, way)
+    else:
+        keep = has_backward and save != "nothing"
+        output = _computed(given, form, shares_on, (keep, save == "rows", copies), experts, way)
+    return output.view(*topk_ids.shape[:-1], down.shape[1])
+
+
+def _computed(
+    given: Operands, form: tuple, shares_on: str, kept: tuple[bool, bool, bool], experts, way: Way
+) -> torch.Tensor:
+    """`moe` of operands of one type. ``kept``: whether products stay for backward, and rows, and whether copies carry tokens."""
+    tokens, ids, shares, *weights, down, down_bias = given
+    keep, keep_rows, copies = kept
     # The experts' backward sends the tokens' gradients home itself, unless shares come between tokens and rows.
     direct, early = shares_on != "input", shares_on == "hidden"
-    keep = has_backward and save != "nothing"
-    weights = (gate_up[0], up, gate_up_bias)
+    # The host has waited for the number of rows, and the GPU waits for the host: no detour through the dispatcher.
+    short = direct and not is_seen(*(each for each in given if each is not None))
+    wide, of_rows = accumulated(tokens.dtype), None
     if copies and shares_on == "output":
         with torch.no_grad():
-            rows, offs, counts, *routes, hidden, kept, kept_up = _ops._moe_dispatch_hidden(
-                tokens, ids, experts, *way[:4], *weights, *form, keep, name
+            rows, offs, _, *routes, hidden, product, product_up = _ops._moe_dispatch_hidden(
+                tokens, ids, experts, *way[:4], *weights, *form, keep, way.group
             )
-        route = Route(offs, counts, tuple(topk_ids.shape), tuple(routes), *way[3:])
     else:
+        fits = short and gate_fits(tokens, *weights, down.shape[0], *form[-2:])
         with torch.set_grad_enabled(torch.is_grad_enabled() and not direct):
-            rows, route = _dispatched(x, topk_ids, experts, 1, way)
-        wide = accumulated(x.dtype)
-        if not direct:
-            rows = (rows * shares_of_rows(topk_weights.to(wide), route)).to(x.dtype)
+            dispatch = ops.dispatch if short else _ops.moe_dispatch
+            rows, offs, _, *routes = dispatch(tokens, ids, experts, 1, *way)
+            if shares_on != "output":
+                of_rows = ops.row_shares(shares, routes, way.group, wide)
+            if not direct:
+                rows = (rows * of_rows).to(tokens.dtype)
         with torch.no_grad():
-            shares = shares_of_rows(topk_weights.to(wide), route) if early else None
-            how = (shares, route.offs, *form, keep)
-            hidden, kept, kept_up = _ops._moe_hidden(rows, *weights, *how)
-    shares, count, choices = _by_token(topk_weights if direct else None, route)
-    parts = (hidden, kept if keep else None, kept_up if keep and up is not None else None)
-    weights = (*weights, down, down_bias, shares, route.offs)
-    how = (early, count, choices, *route.routes, route.ranks_first, save == "rows", copies, name)
-    token_rows = tokens if direct else None
-    output = _ops._moe_experts(token_rows, rows, *parts, *weights, *form, *how)
-    return output.view(*route.shape[:-1], down.shape[1])
+            multiply = _ops._moe_grouped if fits else _ops._moe_hidden
+            how = (of_rows if early else None, offs, *form, keep)
+            hidden, product, product_up = multiply(rows, *weights, *how)
+    parts = (
+        hidden,
+        product if keep else None,
+        product_up if keep and given.up is not None else None,
+    )
+    left = (*weights, down, down_bias, shares if direct else None, offs)
+    how = (early, *ids.shape, *routes, way.ranks_first, keep_rows, copies, way.group)
+    return _ops._moe_experts(tokens if direct else None, rows, *parts, *left, *form, *how)
 
 
 def shares_of_rows(weights: torch.Tensor, route: Route) -> torch.Tensor:

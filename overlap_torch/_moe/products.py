@@ -126,7 +126,7 @@ def _weight_gradient(grad, rows, offs):
     return output
 
 
-def _gate_fits(rows, weight, up, bias, experts: int, gated: bool, interleaved: bool) -> bool:
+def gate_fits(rows, weight, up, bias, experts: int, gated: bool, interleaved: bool) -> bool:
     """True if this package's grouped GEMM takes the operands, with the gate."""
     fits = weight.shape[1] % 16 == 0 if up is None else not interleaved
     weights = [weight] if up is None else [weight, up]
@@ -138,7 +138,7 @@ def _hidden(rows, weight, up, bias, shares, offs, *form_and_keep):
     """`_moe_linear` of one weight or two, and `_moe_gate`; and the products themselves if they are kept. Missing tensors
     are empty."""
     *form, keep = form_and_keep
-    if _gate_fits(rows, weight, up, bias, offs.shape[0], *form[-2:]):
+    if gate_fits(rows, weight, up, bias, offs.shape[0], *form[-2:]):
         return _ops._moe_grouped(rows, weight, up, bias, shares, offs, *form_and_keep)
     parts = [_linear(rows, each, offs) for each in (weight, up) if each is not None]
     hidden = _ops._moe_gate(*parts, *(None,) * (2 - len(parts)), bias, shares, offs, *form)
@@ -160,7 +160,7 @@ def _dispatch_hidden(
     """
     *form, keep, group = how
     own = weight.shape[0]
-    if peers and own <= _MOST_IN_PARTS and _gate_fits(x, weight, up, bias, own, *form[-2:]):
+    if peers and own <= _MOST_IN_PARTS and gate_fits(x, weight, up, bias, own, *form[-2:]):
         rows, offs, counts, home, source, splits, *made = _ops._moe_peer_up(
             x,
             topk_ids,

@@ -11,10 +11,13 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from overlap_torch._moe import ops
 from overlap_torch._moe.activation import FORM, NO_ACTIVATION, expert_of_rows
+from overlap_torch._moe.checks import Operands, Way
 from overlap_torch._moe.ops import ROUTES, combine, complete, define, peer_stride, row_shares
 from overlap_torch._moe.products import on_hopper
 from overlap_torch._ops.composition import quantized
+from overlap_torch._ops.eager import is_seen
 
 _ops = torch.ops.overlap
 FP8 = torch.float8_e4m3fn
@@ -66,15 +69,19 @@ def _linear(packed, weight, scale, offs):
     return sums.to(torch.bfloat16)
 
 
+def _gate_fits(packed, weight, up, bias, gated: bool, interleaved: bool) -> bool:
+    """As `_fits`, with the gate."""
+    fits = weight.shape[1] % 32 == 0 if up is None else not interleaved
+    return gated and fits and _fits(packed, _present(weight, up), _present(bias))
+
+
 @define(
     "_moe_scaled_hidden(Tensor rows, Tensor weight, Tensor? up, Tensor scale, Tensor? up_scale, Tensor? bias, Tensor? shares, Tensor offs, "
     f"{FORM}) -> Tensor"
 )
 def _hidden(packed, weight, up, scale, up_scale, bias, shares, offs, *form):
     """The product of packed rows with one weight or two, then `_moe_gate`."""
-    *_, gated, interleaved = form
-    fits = weight.shape[1] % 32 == 0 if up is None else not interleaved
-    if gated and fits and _fits(packed, _present(weight, up), _present(bias)):
+    if _gate_fits(packed, weight, up, bias, *form[-2:]):
         call = (packed, weight, up, bias, shares, offs, *form, False, scale, up_scale)
         return _ops._moe_grouped(*call)[0]
     parts = [_linear(packed, weight, scale, offs), None]
@@ -100,26 +107,30 @@ def _down(packed, weight, scale, bias, offs, topk_weights, tokens, choices, *how
     return combine(results, topk_weights, tokens, choices, *routes, ranks_first, group)
 
 
-def experts(
-    tokens, ids, shares, gate_up, down, scales, biases, form, shares_on: str, own: list[int], way
-):
-    """``moe`` of tokens [T, H], ids and shares [T, K], with a weight or two before the gate. ``scales``: of each weight; ``biases``:
-    before the gate and of down; ``own``: the experts of each rank; ``way``: how rows travel."""
-    *_, ranks_first, group = way
-    packed = _ops._moe_pack(tokens, None).view(torch.bfloat16)
-    rows, offs, _, *routes = _ops.moe_dispatch(packed, ids, own, 1, *way)
-    rows, of_rows = rows.view(FP8), None
-    if shares_on != "output":
-        of_rows, shares = row_shares(shares, routes, group, torch.float32), None
-    if shares_on == "input":
-        scale_of_rows(rows).mul_(of_rows)
-        of_rows = None
-    first, up = gate_up if len(gate_up) == 2 else (*gate_up, None)
-    up_scale = None if up is None else scales[1]
-    call = (rows, first, up, scales[0], up_scale, biases[0], of_rows, offs)
-    hidden = _ops._moe_pack(_ops._moe_scaled_hidden(*call, *form), offs)
-    call = (hidden, down, scales[-1], biases[1], offs, shares, *ids.shape)
-    return _ops._moe_scaled_down(*call, *routes, ranks_first, group)
+def experts(given: Operands, scales, form, shares_on: str, own: list[int], way: Way):
+    """`moe` of fp8 weights with their scales; ``own``: the experts of each rank."""
+    tokens, ids, shares, gate_up, up, gate_up_bias, down, down_bias = given
+    scale, up_scale, scale_down = (scales[0], None, scales[1]) if up is None else scales
+    short = not is_seen(*_present(*given))
+    with torch.no_grad():
+        packed = _ops._moe_pack(tokens, None)
+        fits = short and _gate_fits(packed, gate_up, up, gate_up_bias, *form[-2:])
+        dispatch = ops.dispatch if short else _ops.moe_dispatch
+        rows, offs, _, *routes = dispatch(packed.view(torch.bfloat16), ids, own, 1, *way)
+        rows, of_rows = rows.view(FP8), None
+        if shares_on != "output":
+            of_rows, shares = row_shares(shares, routes, way.group, torch.float32), None
+        if shares_on == "input":
+            scale_of_rows(rows).mul_(of_rows)
+            of_rows = None
+        how = (gate_up_bias, of_rows, offs, *form)
+        if fits:
+            call = (rows, gate_up, up, *how, False, scale, up_scale)
+            hidden = _ops._moe_grouped(*call)[0]
+        else:
+            hidden = _ops._moe_scaled_hidden(rows, gate_up, up, scale, up_scale, *how)
+        call = (_ops._moe_pack(hidden, offs), down, scale_down, down_bias, offs, shares, *ids.shape)
+        return _ops._moe_scaled_down(*call, *routes, way.ranks_first, way.group)
 
 
 def _fake_hidden(packed, weight, up, scale, up_scale, bias, shares, offs, *form):

@@ -26,6 +26,17 @@ except ImportError:  # built for another Python
         return outputs
 
 
+def is_seen(*tensors: torch.Tensor) -> bool:
+    """True if a mode, a subclass, a compiler or a profiler has to see a call of these as an operator."""
+    return bool(
+        any([type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors])
+        or is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
+    )
+
+
 def short_path(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """The op's function of all its schema's arguments by position."""
     if function_of is None:

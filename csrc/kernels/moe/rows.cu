@@ -7,14 +7,15 @@
 namespace overlap::kernels {
 namespace {
 
-constexpr int kBatch = 4;  // loads of a thread that are under way together
-constexpr int kPackThreads = 128;
+// Loads of a thread that are under way together: of a row, or of a token's choices.
+constexpr int kRowBatch = 8;
+constexpr int kBatch = 4;
 
 template <class T, int kVector>
 __global__ void __launch_bounds__(kMostThreads)
     gather_kernel(const __grid_constant__ RowsParams params) {
-  const int64_t row = blockIdx.x;
-  const int64_t index = params.index[row];
+  const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  const int64_t index = row < params.rows ? params.index[row] : -2;
   if (index == -2) {
     return;
   }
@@ -29,16 +30,16 @@ __global__ void __launch_bounds__(kMostThreads)
     source = params.own;
   }
   const int64_t step = int64_t{blockDim.x} * kVector;
-  for (int64_t column = threadIdx.x * kVector; column < params.width; column += step * kBatch) {
-    Access<T, kVector> values[kBatch] = {};
+  for (int64_t column = threadIdx.x * kVector; column < params.width; column += step * kRowBatch) {
+    Access<T, kVector> values[kRowBatch] = {};
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kRowBatch; ++i) {
       if (from >= 0 && column + i * step < params.width) {
         values[i] = load<T, kVector>(source, from * params.width + column + i * step);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kRowBatch; ++i) {
       if (column + i * step < params.width) {
         store(params.output, row * params.width + column + i * step, values[i]);
       }
@@ -48,13 +49,13 @@ __global__ void __launch_bounds__(kMostThreads)
 
 // A warp takes a row, twice: for its largest number, and for all.
 template <class T, int kVector>
-__global__ void __launch_bounds__(kPackThreads)
+__global__ void __launch_bounds__(kMostThreads)
     pack_kernel(const __grid_constant__ PackParams params) {
-  const int64_t row = int64_t{blockIdx.x} * (kPackThreads / 32) + threadIdx.x / 32;
+  const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (row >= (params.end != nullptr ? min(params.rows, int64_t{*params.end}) : params.rows)) {
     return;
   }
-  const auto lane = static_cast<int>(threadIdx.x) % 32;
+  const auto lane = static_cast<int>(threadIdx.x);
   const auto each = [&](const auto& body) {
 #pragma unroll 4
     for (int64_t column = lane * kVector; column < params.width; column += 32 * kVector) {
@@ -194,6 +195,16 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
+// The threads of a row, whole warps with a batch of accesses each, and the rows of a block.
+dim3 threads_of_rows(int64_t width, int vector) {
+  const unsigned threads = threads_of((width + kRowBatch - 1) / kRowBatch, vector);
+  return {threads, kMostThreads / threads};
+}
+
+unsigned blocks_of_rows(int64_t rows, unsigned of_block) {
+  return static_cast<unsigned>((rows + of_block - 1) / of_block);
+}
+
 }  // namespace
 
 cudaError_t gather_rows(const RowsParams& params, cudaStream_t stream) {
@@ -202,8 +213,8 @@ cudaError_t gather_rows(const RowsParams& params, cudaStream_t stream) {
     constexpr int kVector = 16 / sizeof(T);
     const int vector = vector_of<T>({params.width}, {params.source, params.own, params.output});
     const auto kernel = vector == 1 ? gather_kernel<T, 1> : gather_kernel<T, kVector>;
-    kernel<<<static_cast<unsigned>(params.rows), threads_of(params.width, vector), 0, stream>>>(
-        params);
+    const dim3 threads = threads_of_rows(params.width, vector);
+    kernel<<<blocks_of_rows(params.rows, threads.y), threads, 0, stream>>>(params);
   });
 }
 
@@ -213,9 +224,8 @@ cudaError_t pack_rows(const PackParams& params, cudaStream_t stream) {
     constexpr int kVector = 16 / sizeof(T);
     const int vector = vector_of<T>({params.width}, {params.source, params.output});
     const auto kernel = vector == 1 ? pack_kernel<T, 2> : pack_kernel<T, kVector>;
-    constexpr int64_t kRows = kPackThreads / 32;
-    kernel<<<static_cast<unsigned>((params.rows + kRows - 1) / kRows), kPackThreads, 0, stream>>>(
-        params);
+    const dim3 threads(32, kMostThreads / 32);
+    kernel<<<blocks_of_rows(params.rows, threads.y), threads, 0, stream>>>(params);
   });
 }
 
