@@ -1,4 +1,4 @@
-"""What calls of a mixture of experts check before anything is launched."""
+"""The checks of a mixture's calls, before anything is launched, and how rows travel."""
 
 from __future__ import annotations
 
