@@ -16,6 +16,7 @@ from overlap_torch._layers.sharding import checked_count, place_in, shard_range
 from overlap_torch._moe.activation import Gate
 from overlap_torch._moe.functions import moe
 from overlap_torch._ops import Group, group_name
+from overlap_torch._ops.composition import quantized
 from overlap_torch._ops.group import broadcast_integers
 
 Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -98,7 +99,7 @@ class MoE(torch.nn.Module):
         for name, shape in self._shapes.items():
             local = torch.empty((own, *shape[1:]), device=made.device, dtype=dtype)
             self.register_parameter(name, torch.nn.Parameter(self._whole(name, local)))
-        for name in ("gate_up_bias", "down_bias"):
+        for name in ("gate_up_bias", "down_bias", "scale_gate_up", "scale_down"):
             if name not in self._shapes:
                 self.register_parameter(name, None)
         self.reset_parameters()
@@ -130,6 +131,37 @@ class MoE(torch.nn.Module):
             inner = self.intermediate_size if name.startswith("down") else self.hidden_size
             bound = 1 / math.sqrt(inner)
             getattr(self, name).to_local().uniform_(-bound, bound, generator=generator)
+
+    @torch.no_grad()
+    def cast_to_fp8(self) -> MoE:
+        """Casts the experts for inference, in place: weights to float8_e4m3fn with parameters ``scale_gate_up`` [E, 2I] and
+        ``scale_down`` [E, H], biases to bfloat16.
+
+        A row's scale is its largest absolute value divided by 448. ``forward`` then takes x in bfloat16, and has no gradients. A
+        layer that was cast loads the state dict of such a layer.
+
+        Returns:
+            The layer.
+
+        Raises:
+            ValueError: the layer is cast, or on ``meta``.
+        """
+        if self.scale_down is not None or self.down.is_meta:
+            what = "on meta" if self.down.is_meta else "in float8_e4m3fn"
+            raise ValueError(f"cast_to_fp8 takes a layer's weights once, but they are {what}")
+        for name in ("gate_up", "down"):
+            local = self._parameters[name].to_local()
+            values, scales = quantized(local.float(), local.shape[-1])
+            self._shapes[f"scale_{name}"] = self._shapes[name][:2]
+            self._replace(name, values)
+            self._replace(f"scale_{name}", scales[..., 0])
+            if (bias := self._parameters[f"{name}_bias"]) is not None:
+                self._replace(f"{name}_bias", bias.to_local().bfloat16())
+        return self
+
+    def _replace(self, name: str, local: torch.Tensor) -> None:
+        whole = self._whole(name, local)
+        self.register_parameter(name, torch.nn.Parameter(whole, requires_grad=False))
 
     @torch.no_grad()
     def _load_from_state_dict(
@@ -166,6 +198,7 @@ class MoE(torch.nn.Module):
             topk_ids, topk_weights = self.router(x)
         gate_up, gate_up_bias = local_parts(self.gate_up, self.gate_up_bias)
         down, down_bias = local_parts(self.down, self.down_bias)
+        scale_gate_up, scale_down = local_parts(self.scale_gate_up, self.scale_down)
         output = moe(
             x,
             topk_ids,
@@ -177,6 +210,8 @@ class MoE(torch.nn.Module):
             down_bias=down_bias,
             activation=self.activation,
             interleaved=self.interleaved,
+            scale_gate_up=scale_gate_up,
+            scale_down=scale_down,
             shares_on=self.shares_on,
             save=self.save,
             sum_order=self.sum_order,

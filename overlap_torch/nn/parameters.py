@@ -260,5 +260,14 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
                 state[f"{path}.{name}" if path else name] = value
     for name, value in state.items():
         if isinstance(value, DTensor):
-            state[name] = value.full_tensor()
+            state[name] = _gathered(value)
     return state
+
+
+def _gathered(value: DTensor) -> torch.Tensor:
+    """``full_tensor``, of fp8 too, which gloo does not carry."""
+    if not value.is_floating_point() or value.element_size() > 1:
+        return value.full_tensor()
+    local = value.to_local().view(torch.uint8)
+    whole = wrap(local, value.device_mesh, value.placements, value.shape)
+    return whole.full_tensor().view(value.dtype)

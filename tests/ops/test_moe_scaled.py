@@ -208,6 +208,39 @@ def test_packed_rows_have_their_scales() -> None:
     assert packed.view(torch.uint8)[:, 20:].max() == 0
 
 
+def check_layer(failures: Failures) -> None:
+    """A layer that was cast computes as the op with the same casts; its state dict loads into another one that was cast."""
+    experts = 2 * dist.get_world_size() + 1
+    layers = [overlap_torch.nn.MoE(HIDDEN, INNER, experts, bias=True) for _ in range(2)]
+    first, second = layers
+    own = {name: parameter.to_local().detach() for name, parameter in first.named_parameters()}
+    for layer in layers:
+        layer.cast_to_fp8()
+    second.load_state_dict(overlap_torch.nn.full_state_dict(first))
+    case = Case(tokens=(9,) * dist.get_world_size(), experts=(experts,) + (0,) * 3)
+    given = operands_of(case, dist.get_rank()) | {"ids": torch.arange(27).view(9, 3) % experts}
+    tokens = [given[name] for name in ("x", "ids", "shares")]
+    (gate_up, scale_gate_up), (down, scale_down) = (cast(own[name]) for name in ("gate_up", "down"))
+    right = overlap_torch.moe(
+        *tokens,
+        gate_up,
+        down,
+        scale_gate_up=scale_gate_up,
+        scale_down=scale_down,
+        num_experts=experts,
+        gate_up_bias=own["gate_up_bias"].bfloat16(),
+        down_bias=own["down_bias"].bfloat16(),
+    )
+    for layer in layers:
+        failures.expect_equal(layer(*tokens), right)
+    failures.raises("once, but they are in float8_e4m3fn", first.cast_to_fp8)
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
+def test_moe_layer_is_cast_to_fp8(ranks):
+    ranks.expect_no_failures(check_layer)
+
+
 def check_compiled(failures: Failures) -> None:
     case = Case(experts=(2,) * dist.get_world_size(), tokens=(9,) * dist.get_world_size())
     own = operands_of(case, dist.get_rank())
