@@ -30,6 +30,7 @@ GROUP_TIMEOUT_S = 6.0
 # machine.
 MARGIN_S = rank_pool.under_load(7.0)
 CASE = Case((256,), 128, 64, torch.float32, bias=True)
+RANKS_PER_HOST = 2
 PLANS = ["default", "sequential", "row panels", "packed"]
 GPU_PLANS = [*PLANS, "exchange", "window"]
 # Over peers: in phases, in one step, after the framework's GEMM and in the kernel's stores, and by stripes.
@@ -59,6 +60,10 @@ def set_plan_named(name: str, op: str = "gemm_allreduce") -> None:
     elif name.startswith("direct"):
         kernel = Kernel.SM90_PINGPONG if name == "direct stores" else Kernel.LIBRARY
         plan = plan_module.templates.at_once(OPS[op].problem(case_of(name), world), kernel=kernel)
+    elif name == "hosts":
+        problem = OPS[op].problem(CASE, world)
+        options = {"transport": "gloo", "tile": (32, 32)}
+        plan = plan_module.templates.hierarchical(problem, RANKS_PER_HOST, 2, **options)
     elif name == "stripes":
         plan = stripes(OPS[op].problem(CASE, world), "peer", (32, 32))[1][1]
     else:
@@ -107,14 +112,14 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def die_in_mid_op(plan: str, use_check: bool) -> tuple[float, str] | None:
-    """The last rank is killed while its op holds its chunks back; the others go on calling."""
+def die_in_mid_op(plan: str, use_check: bool, dead: int = 1) -> tuple[float, str] | None:
+    """The last ranks, so many, are killed while their ops hold their chunks back; the others go on calling."""
     set_plan_named(plan)
     step = partial(call, case=case_of(plan))
     step()
     synchronize()
     dist.barrier()
-    if dist.get_rank() == dist.get_world_size() - 1:
+    if dist.get_rank() >= dist.get_world_size() - dead:
         torch.ops.overlap.delay_side_stream(400_000)
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
         while True:
@@ -137,17 +142,23 @@ def die_in_mid_op(plan: str, use_check: bool) -> tuple[float, str] | None:
     return seconds, message
 
 
-def expect_killed_is_reported(world: int, backend: str, plan: str, use_check: bool) -> None:
+def expect_killed_is_reported(
+    world: int, backend: str, plan: str, use_check: bool, dead: int = 1
+) -> None:
     outcomes = rank_pool.run_fresh(
-        world, backend, die_in_mid_op, plan, use_check, group_timeout_s=GROUP_TIMEOUT_S
+        world, backend, die_in_mid_op, plan, use_check, dead, group_timeout_s=GROUP_TIMEOUT_S
     )
-    assert outcomes[-1].kind == "died", outcomes[-1]
-    expect_reports(outcomes, list(range(world - 1)), GROUP_TIMEOUT_S + MARGIN_S)
+    assert [outcome.kind for outcome in outcomes[-dead:]] == ["died"] * dead, outcomes
+    expect_reports(outcomes, list(range(world - dead)), GROUP_TIMEOUT_S + MARGIN_S)
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_faults_killed_rank_is_reported_on_cpu(plan):
     expect_killed_is_reported(3, "gloo", plan, False)
+
+
+def test_faults_host_that_vanishes_is_reported_on_cpu():
+    expect_killed_is_reported(4, "gloo", "hosts", False, dead=RANKS_PER_HOST)
 
 
 @pytest.mark.gpu
