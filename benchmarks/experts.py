@@ -8,7 +8,6 @@ The sequence sends a row for each token and expert, and puts rows in order by in
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -227,5 +226,9 @@ def _summary(found: list[dict], args: argparse.Namespace) -> str:
     return table(head, [_cells(row) for row in found])
 
 
-_prepare = functools.partial(prepare_models, models=MODELS)
+def _prepare(args: argparse.Namespace) -> None:
+    args.passes = "forward" if args.fp8 else args.passes
+    prepare_models(args, MODELS)
+
+
 STUDY = Study(_options, _rows, lambda row: "", _summary, _prepare)

@@ -79,13 +79,13 @@ def _operands(hidden, up, bias, offs, gated: bool, interleaved: bool):
     wide = accumulated(hidden.dtype)
     both = (hidden if up is None else torch.cat((hidden, up), 1)).to(wide)
     if bias is not None and bias.shape[0] > 0:
-        both = both + bias.to(wide).index_select(0, expert_of_rows(offs, hidden.shape[0]))
+        both = both + bias.to(wide).index_select(0, _expert_of_rows(offs, hidden.shape[0]))
     if not gated:
         return both, None
     return (both[:, 0::2], both[:, 1::2]) if interleaved else both.chunk(2, 1)
 
 
-def expert_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:
+def _expert_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:
     """The expert of each row; rows after the last end count as the last expert's."""
     numbers = torch.arange(rows, device=offs.device)
     return torch.searchsorted(offs[:-1], numbers, right=True, out_int32=True)

@@ -175,43 +175,72 @@ def check_experts(
                 f"{tuple(down.shape)}, but it is {tuple(tensor.shape)} on {tensor.device}"
             )
         if tensor.dtype != wanted:
-            whose = "x's dtype" if wanted == x.dtype else "the dtype of weights with scales,"
-            raise TypeError(f"moe takes {name} in {whose} {wanted}, but it is {tensor.dtype}")
+            whose = "x's dtype" if wanted == x.dtype else "beside fp8 weights or scales"
+            raise TypeError(f"moe takes {name} in {wanted}, {whose}, but it is {tensor.dtype}")
 
 
-def check_scaled(x: torch.Tensor, down: torch.Tensor, other: bool) -> None:
-    """Raises unless fp8 weights fit; ``other``: copies or gradients are asked for."""
+def check_scaled(x: torch.Tensor, down: torch.Tensor, copies: bool, has_backward: bool) -> None:
+    """Raises ValueError or TypeError for what fp8 weights do not go with."""
     if x.dtype != torch.bfloat16:
-        raise TypeError(f"moe takes x in bfloat16 with fp8 weights, but it is {x.dtype}")
+        raise TypeError(
+            f"moe takes x in bfloat16 beside fp8 weights, but it is {x.dtype} (under autocast: cast)"
+        )
     sizes = (x.shape[-1], down.shape[-1])
-    if any(size % 16 for size in sizes):
+    if min(sizes) < 16 or any(size % 16 for size in sizes):
         raise ValueError(
-            f"moe with fp8 weights takes H and I that are multiples of 16, but they are {sizes[0]} and {sizes[1]}"
+            f"moe takes H and I that are multiples of 16 beside fp8 weights, but they are {sizes[0]} and {sizes[1]}"
         )
-    if other:
+    if copies:
+        raise ValueError('moe takes no transport="copies" beside fp8 weights; leave it out')
+    if has_backward:
         raise ValueError(
-            'moe with fp8 weights has neither gradients nor transport="copies": call it under torch.no_grad(), with another '
-            "transport"
+            "moe has no gradients beside fp8 weights, but x, topk_weights, a bias or a scale requires one: call it under "
+            "torch.no_grad()"
         )
+
+
+def present(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    return [each for each in tensors if each is not None]
+
+
+def scales_given(scale_gate_up: object, scale_down: object) -> list[torch.Tensor]:
+    """The scales of the weights before the gate and of down; none if none are given."""
+    if scale_gate_up is None and scale_down is None:
+        return []
+    pair = isinstance(scale_gate_up, (list, tuple))
+    given = [*(scale_gate_up if pair else (scale_gate_up,)), scale_down]
+    if any(not isinstance(each, torch.Tensor) for each in given):
+        raise TypeError(
+            "moe takes scale_gate_up, a tensor or a pair of them, and scale_down, a tensor, both or neither, but got "
+            f"{[type(each).__name__ for each in given]}"
+        )
+    return given
 
 
 def scales_of(
-    name: str, weights: Sequence[torch.Tensor], scales: Weights | None, x: torch.Tensor
+    given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], x: torch.Tensor
 ) -> list[torch.Tensor]:
     """Each weight's scales [e, N], contiguous. Raises ValueError or TypeError if they do not fit."""
-    shapes = [tuple(weight.shape[:2]) for weight in weights]
-    each = [scales] if isinstance(scales, torch.Tensor) else list(scales or ())
-    if len(each) != len(shapes) or any(
-        tuple(one.shape) not in (shape, (*shape, 1)) or one.device != x.device
-        for one, shape in zip(each, shapes, strict=True)
-    ):
+    names = [*["scale_gate_up"] * (len(weights) - 1), "scale_down"]
+    if len(given) != len(weights):
         raise ValueError(
-            f"moe takes {name} of shape {' and '.join(map(str, shapes))} on {x.device}, a number for each row of an fp8 weight, but got "
-            f"{[(tuple(one.shape), str(one.device)) for one in each] or None}"
+            f"moe takes scale_gate_up for {len(weights) - 1} tensors gate_up, and scale_down, but got {len(given)} scales in all; "
+            "experts' own scales go into one tensor by torch.stack"
         )
-    if any(one.dtype != torch.float32 for one in each):
-        raise TypeError(f"moe takes {name} in float32, but got {[one.dtype for one in each]}")
-    return [one.reshape(shape).contiguous() for one, shape in zip(each, shapes, strict=True)]
+    for name, scale, weight in zip(names, given, weights, strict=True):
+        shape = tuple(weight.shape[:2])
+        if tuple(scale.shape) != shape and tuple(scale.shape) != (*shape, 1):
+            raise ValueError(
+                f"moe takes {name} of shape {shape} or {(*shape, 1)}, a number for each row of a weight, but it is {tuple(scale.shape)}"
+            )
+        if scale.device != x.device or scale.dtype != torch.float32:
+            raise TypeError(
+                f"moe takes {name} in float32 on {x.device}, but it is {scale.dtype} on {scale.device}"
+            )
+    return [
+        scale.reshape(weight.shape[:2]).contiguous()
+        for scale, weight in zip(given, weights, strict=True)
+    ]
 
 
 def check_options(shares_on: str, save: str) -> None:

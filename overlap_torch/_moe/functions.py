@@ -23,6 +23,8 @@ from overlap_torch._moe.checks import (
     experts_of_ranks,
     named,
     one_weight,
+    present,
+    scales_given,
     scales_of,
     way_of,
 )
@@ -200,13 +202,13 @@ def moe(
 
     Every rank of the group calls it, as :func:`moe_dispatch`, with the same H, K and dtype. Ranks may have different
     numbers of tokens, rows and experts, also 0. On Hopper this package's grouped GEMM takes contiguous bfloat16 and float16
-    weights. Other bfloat16 on CUDA takes PyTorch's grouped GEMM if strides are multiples of 16 bytes. All else takes a GEMM
+    weights, and fp8 ones. Other bfloat16 on CUDA takes PyTorch's grouped GEMM if strides are multiples of 16 bytes. All else takes a GEMM
     for each expert, for which the host waits once more on CUDA.
 
     **fp8.** Weights may be float8_e4m3fn, with a scale for each of their rows; x is bfloat16 then, and H and I are multiples of
     16. Each token, and each row of hidden, is cast to float8_e4m3fn with a scale of its own: its largest absolute value divided
     by 448. Tokens travel so; results travel in bfloat16. A product is the sum times both scales, rounded to bfloat16; on Hopper
-    the tensor cores' sums are less precise than float32. There are no gradients.
+    the tensor cores' sums are less precise than float32. Gradients and scales of blocks are missing.
 
     Args:
         x, topk_ids, group: as :func:`moe_dispatch`.
@@ -247,33 +249,29 @@ def moe(
     if interleaved and len(gate_up) == 2:
         raise ValueError("interleaved= is for one gate_up, but got a pair (gate, up)")
     operands = (x, gate_up_bias, down_bias, *gate_up, down)
-    fp8 = scaled.FP8 in {each.dtype for each in operands[3:]} or not (
-        scale_gate_up is None and scale_down is None
-    )
+    scales = scales_given(scale_gate_up, scale_down)
+    fp8 = len(scales) > 0 or scaled.FP8 in {each.dtype for each in operands[3:]}
     cast = as_under_autocast(*operands[: 3 if fp8 else None])
     x, gate_up_bias, down_bias, *gate_up, down = (*cast, *operands[len(cast) :])
     check_tokens("moe", x, topk_ids)
     check_shares("moe", topk_weights, topk_ids.shape, x)
     (ranks, rank), own = place_of(name), down.shape[0]
     experts = experts_of_ranks([own] * ranks if num_experts is None else num_experts, ranks)
+    copies = transport == "copies"
+    needing = [each for each in present(*operands, topk_weights, *scales) if each.requires_grad]
+    has_backward = torch.is_grad_enabled() and len(needing) > 0
+    if fp8:
+        check_scaled(x, down, copies, has_backward)
     dtype = scaled.FP8 if fp8 else x.dtype
     check_experts(x, gate_up, down, gate_up_bias, down_bias, gate, experts[rank], dtype)
 
-    copies = transport == "copies"
     carried = "peer" if copies else transport
     way = way_of(x, topk_ids, sum_order, (max_tokens, max_rows), carried, name)
     form, up = gate.form(interleaved), gate_up[1] if len(gate_up) == 2 else None
-    has_backward = torch.is_grad_enabled() and any(
-        each is not None and each.requires_grad for each in (*operands, topk_weights)
-    )
     tokens, ids, shares = by_rows(x, topk_ids, topk_weights)
     given = Operands(tokens, ids, shares, gate_up[0], up, gate_up_bias, down, down_bias)
     if fp8:
-        check_scaled(x, down, copies or has_backward)
-        scales = (
-            *scales_of("scale_gate_up", gate_up, scale_gate_up, x),
-            *scales_of("scale_down", [down], scale_down, x),
-        )
+        scales = scales_of(scales, [*gate_up, down], x)
         output = scaled.experts(given, scales, form, shares_on, experts, way)
     else:
         keep = has_backward and save != "nothing"
@@ -289,8 +287,8 @@ def _computed(
     keep, keep_rows, copies = kept
     # The experts' backward sends the tokens' gradients home itself, unless shares come between tokens and rows.
     direct, early = shares_on != "input", shares_on == "hidden"
-    # The host has waited for the number of rows, and the GPU waits for the host: no detour through the dispatcher.
-    short = direct and not is_seen(*(each for each in given if each is not None))
+    # The GPU waits for the host after the number of rows is known: these calls leave the dispatcher out.
+    short = direct and not is_seen(*present(*given))
     wide, of_rows = accumulated(tokens.dtype), None
     if copies and shares_on == "output":
         with torch.no_grad():

@@ -45,7 +45,7 @@ def define(schema: str):
 # The operators over peers, for CUDA only: csrc/binding/cuda/moe_peers_cuda.cc and moe_home_cuda.cc.
 for _schema in (
     "_moe_peer_dispatch(Tensor x, Tensor ids, int[] experts, int align, bool ranks_first, int max_tokens, int max_rows, int limit, "
-    "str group) -> (Tensor rows, Tensor offs, Tensor counts, Tensor home, Tensor source, Tensor splits)",
+    "str group, int home_bytes=0) -> (Tensor rows, Tensor offs, Tensor counts, Tensor home, Tensor source, Tensor splits)",
     "_moe_peer_spread(Tensor x, int choices, Tensor home, Tensor source, int stride, str group) -> Tensor",
     "_moe_peer_combine(Tensor results, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, int choices, "
     "bool ranks_first, str group) -> Tensor",
@@ -208,13 +208,16 @@ def _spread(x, choices, routes, place, sent, source, splits, ranks_first, group)
 
 @define(
     "moe_dispatch(Tensor x, Tensor topk_ids, int[] experts, int align, int max_tokens, int max_rows, bool peers, bool ranks_first, "
-    f"str group) -> (Tensor rows, Tensor offs, Tensor counts, {ROUTES})"
+    f"str group, int home_bytes=0) -> (Tensor rows, Tensor offs, Tensor counts, {ROUTES})"
 )
-def dispatch(x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group):
-    """With a `max_rows` of 0 the host waits for the number of arriving rows."""
+def dispatch(
+    x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group, home_bytes=0
+):
+    """With a `max_rows` of 0 the host waits for the number of arriving rows. ``home_bytes``: of a result's row; 0: as x's."""
     if peers:
+        how = (align, ranks_first, max_tokens, max_rows, MOST_BYTES, group, home_bytes)
         rows, offs, counts, home, source, splits = _ops._moe_peer_dispatch(
-            x, topk_ids, experts, align, ranks_first, max_tokens, max_rows, MOST_BYTES, group
+            x, topk_ids, experts, *how
         )
         if splits.numel() > 0:  # else some rank has too many tokens
             none = (home.new_empty(0), home.new_empty(0))
@@ -293,7 +296,9 @@ def combine(results, topk_weights, tokens, choices, *how):
     return _ops._moe_sum(home, sent, None, tokens, splits.shape[1], False)
 
 
-def fake_dispatch(x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group):
+def fake_dispatch(
+    x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group, home_bytes=0
+):
     dynamic = torch.library.get_ctx().new_dynamic_size
     rows, own = max_rows or dynamic(), experts[group_rank(group)]
     ids = topk_ids.new_empty(0, dtype=torch.int64)
@@ -323,7 +328,7 @@ _FAKES = {
 
 
 def _keep_dispatch(ctx, inputs, output) -> None:
-    x, ids, *_, ctx.ranks_first, ctx.group = inputs
+    x, ids, *_, ctx.ranks_first, ctx.group, _ = inputs
     ctx.tokens, ctx.choices = x.shape[0], ids.shape[1]
     ctx.save_for_backward(*output[3:])
     ctx.set_materialize_grads(False)
@@ -336,11 +341,12 @@ def _keep_spread(ctx, inputs, output) -> None:
 
 
 def _rows_backward(ctx, grad, *_):
-    """Dispatch and spread have the same one: both take nine arguments."""
+    """Dispatch and spread have the same one."""
     if grad is None:
-        return (None,) * 9
+        return (None,) * len(ctx.needs_input_grad)
     how = (*ctx.saved_tensors, ctx.ranks_first, ctx.group)
-    return _ops.moe_combine(grad, None, ctx.tokens, ctx.choices, *how), *(None,) * 8
+    of_x = _ops.moe_combine(grad, None, ctx.tokens, ctx.choices, *how)
+    return of_x, *(None,) * (len(ctx.needs_input_grad) - 1)
 
 
 def _keep_combine(ctx, inputs, output) -> None:

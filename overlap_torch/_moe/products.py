@@ -38,7 +38,7 @@ _FEW_ROWS = 256
 _MOST_IN_PARTS = 512  # experts of a rank whose product the GEMM makes in two parts
 
 
-def _ends(offs: torch.Tensor) -> list[tuple[int, int]]:
+def ends_of(offs: torch.Tensor) -> list[tuple[int, int]]:
     ends = offs.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
 
@@ -104,7 +104,7 @@ def _linear(rows, weight, offs):
     if _groups_fit(rows, turned, offs):
         return torch._grouped_mm(rows, turned, offs=offs).contiguous()  # it pads short rows
     output = rows.new_zeros((rows.shape[0], weight.shape[1]))
-    for expert, (begin, end) in enumerate(_ends(offs)):
+    for expert, (begin, end) in enumerate(ends_of(offs)):
         if end > begin:
             torch.mm(rows[begin:end], turned[expert], out=output[begin:end])
     return output
@@ -120,7 +120,7 @@ def _weight_gradient(grad, rows, offs):
     if torchs:
         return torch._grouped_mm(grad.t(), rows, offs=offs).contiguous()
     output = grad.new_zeros((offs.shape[0], grad.shape[1], rows.shape[1]))
-    for expert, (begin, end) in enumerate(_ends(offs)):
+    for expert, (begin, end) in enumerate(ends_of(offs)):
         if end > begin:
             torch.mm(grad[begin:end].t(), rows[begin:end], out=output[expert])
     return output

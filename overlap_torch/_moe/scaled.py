@@ -12,10 +12,10 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._moe import ops
-from overlap_torch._moe.activation import FORM, NO_ACTIVATION, expert_of_rows
-from overlap_torch._moe.checks import Operands, Way
+from overlap_torch._moe.activation import FORM, NO_ACTIVATION
+from overlap_torch._moe.checks import Operands, Way, present
 from overlap_torch._moe.ops import ROUTES, combine, complete, define, peer_stride, row_shares
-from overlap_torch._moe.products import on_hopper
+from overlap_torch._moe.products import ends_of, on_hopper
 from overlap_torch._ops.composition import quantized
 from overlap_torch._ops.eager import is_seen
 
@@ -35,44 +35,50 @@ def _pack(rows, offs):
 
 def scale_of_rows(packed: torch.Tensor) -> torch.Tensor:
     """A view, float32 [R, 1]."""
-    return packed[:, packed.shape[1] - PACKED :][:, :4].view(torch.float32)
+    first = packed.shape[1] // 4 - PACKED // 4
+    return packed.view(torch.float32)[:, first : first + 1]
 
 
-def _fits(packed, weights, biases) -> bool:
-    """True if this package's grouped GEMM takes the operands: contiguous weights [e, N, K], N and K multiples of 16, K at least 64."""
+def _fits(packed, weights, others) -> bool:
+    """True if this package's grouped GEMM takes the operands: contiguous weights [e, N, K], N and K multiples of 16, K at least 64.
+    ``others``: what it also reads by 8 bytes or more, or None."""
     experts, _, inner = weights[0].shape
+    others = [each for each in others if each is not None]
     return (
         packed.is_cuda
         and packed.numel() > 0
         and 0 < experts <= 1024
         and inner >= 64
-        and all(each.shape[1] > 0 and each.shape[1] % 16 == 0 for each in weights)
-        and all(each.is_contiguous() for each in (*weights, *biases))
-        and all(each.data_ptr() % 16 == 0 for each in (packed, *weights, *biases))
+        and all(each.is_contiguous() for each in (*weights, *others))
+        and all(each.data_ptr() % 16 == 0 for each in (packed, *weights, *others))
         and on_hopper(packed.device)
     )
 
 
-def _present(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    return [each for each in tensors if each is not None]
-
-
-def _linear(packed, weight, scale, offs):
-    """Packed rows and [e, N, K] to [R, N]: sums in float32, times the scales of row and column, rounded to bfloat16."""
-    if _fits(packed, [weight], []):
-        call = (packed, weight, None, None, None, offs, *NO_ACTIVATION, False, scale)
-        return _ops._moe_grouped(*call)[0]
-    values = packed[:, :-PACKED].float()
-    sums = _ops._moe_linear(values, weight.float(), offs) * scale_of_rows(packed)
-    if scale.shape[0] > 0:
-        sums = sums * scale.index_select(0, expert_of_rows(offs, sums.shape[0]))
-    return sums.to(torch.bfloat16)
-
-
-def _gate_fits(packed, weight, up, bias, gated: bool, interleaved: bool) -> bool:
+def _gate_fits(packed, weight, up, scale, up_scale, bias, gated: bool, interleaved: bool) -> bool:
     """As `_fits`, with the gate."""
-    fits = weight.shape[1] % 32 == 0 if up is None else not interleaved
-    return gated and fits and _fits(packed, _present(weight, up), _present(bias))
+    weights = [weight] if up is None else [weight, up]
+    gate = gated and not (interleaved and up is not None)
+    return gate and _fits(packed, weights, (scale, up_scale, bias))
+
+
+def _linear(packed, weight, scale, bias, offs):
+    """Packed rows and [e, N, K] to [R, N]: sums times the scales of row and column, rounded to bfloat16; then plus a bias [e, N]."""
+    if _fits(packed, [weight], (scale, bias)):
+        call = (packed, weight, None, bias, None, offs, *NO_ACTIVATION, False, scale)
+        return _ops._moe_grouped(*call)[0]
+    output = packed.new_zeros((packed.shape[0], weight.shape[1]), dtype=torch.bfloat16)
+    if packed.shape[0] == 0:
+        return output
+    scales = scale_of_rows(packed)
+    for expert, (begin, end) in enumerate(ends_of(offs)):
+        if begin == end:
+            continue
+        sums = packed[begin:end, :-PACKED].float() @ weight[expert].float().t()
+        output[begin:end] = sums * scales[begin:end] * scale[expert]
+        if bias is not None:
+            output[begin:end] += bias[expert]
+    return output
 
 
 @define(
@@ -81,12 +87,12 @@ def _gate_fits(packed, weight, up, bias, gated: bool, interleaved: bool) -> bool
 )
 def _hidden(packed, weight, up, scale, up_scale, bias, shares, offs, *form):
     """The product of packed rows with one weight or two, then `_moe_gate`."""
-    if _gate_fits(packed, weight, up, bias, *form[-2:]):
+    if _gate_fits(packed, weight, up, scale, up_scale, bias, *form[-2:]):
         call = (packed, weight, up, bias, shares, offs, *form, False, scale, up_scale)
         return _ops._moe_grouped(*call)[0]
-    parts = [_linear(packed, weight, scale, offs), None]
+    parts = [_linear(packed, weight, scale, None, offs), None]
     if up is not None:
-        parts[1] = _linear(packed, up, up_scale, offs)
+        parts[1] = _linear(packed, up, up_scale, None, offs)
     return _ops._moe_gate(*parts, bias, shares, offs, *form)
 
 
@@ -98,12 +104,10 @@ def _down(packed, weight, scale, bias, offs, topk_weights, tokens, choices, *how
     """As `_moe_down`, of packed rows."""
     *routes, ranks_first, group = how
     stride = peer_stride(routes[4])
-    if stride is not None and not ranks_first and _fits(packed, [weight], _present(bias)):
+    if stride is not None and not ranks_first and _fits(packed, [weight], (scale, bias)):
         form = (routes[0], routes[3], stride, tokens, choices, group)
         return _ops._moe_peer_down(packed, weight, bias, offs, topk_weights, *form, scale)
-    results = _linear(packed, weight, scale, offs)
-    if bias is not None:
-        results = _ops._moe_gate(results, None, bias, None, offs, *NO_ACTIVATION)
+    results = _linear(packed, weight, scale, bias, offs)
     return combine(results, topk_weights, tokens, choices, *routes, ranks_first, group)
 
 
@@ -111,12 +115,16 @@ def experts(given: Operands, scales, form, shares_on: str, own: list[int], way: 
     """`moe` of fp8 weights with their scales; ``own``: the experts of each rank."""
     tokens, ids, shares, gate_up, up, gate_up_bias, down, down_bias = given
     scale, up_scale, scale_down = (scales[0], None, scales[1]) if up is None else scales
-    short = not is_seen(*_present(*given))
+    short = not is_seen(*present(*given))
+    home_bytes = tokens.shape[1] * tokens.element_size()
     with torch.no_grad():
         packed = _ops._moe_pack(tokens, None)
-        fits = short and _gate_fits(packed, gate_up, up, gate_up_bias, *form[-2:])
+        weights = (gate_up, up, scale, up_scale, gate_up_bias)
+        fits = short and _gate_fits(packed, *weights, *form[-2:])
         dispatch = ops.dispatch if short else _ops.moe_dispatch
-        rows, offs, _, *routes = dispatch(packed.view(torch.bfloat16), ids, own, 1, *way)
+        rows, offs, _, *routes = dispatch(
+            packed.view(torch.bfloat16), ids, own, 1, *way, home_bytes
+        )
         rows, of_rows = rows.view(FP8), None
         if shares_on != "output":
             of_rows, shares = row_shares(shares, routes, way.group, torch.float32), None

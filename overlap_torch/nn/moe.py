@@ -123,6 +123,8 @@ class MoE(torch.nn.Module):
         """
         if self.gate_up.is_meta:
             return
+        if self.scale_down is not None:
+            raise ValueError("reset_parameters draws no fp8 weights; call it before cast_to_fp8")
         seed = broadcast_integers([int(torch.randint(2**31, (), device="cpu").item())], self.group)[
             0
         ]
@@ -138,14 +140,19 @@ class MoE(torch.nn.Module):
         ``scale_down`` [E, H], biases to bfloat16.
 
         A row's scale is its largest absolute value divided by 448. ``forward`` then takes x in bfloat16, and has no gradients. A
-        layer that was cast loads the state dict of such a layer.
+        layer that was cast loads the state dict of such a layer. Casts of the layer's dtype come before this one.
 
         Returns:
             The layer.
 
         Raises:
-            ValueError: the layer is cast, or on ``meta``.
+            ValueError: the layer is cast, or on ``meta``; or H or I is no multiple of 16.
         """
+        if self.hidden_size % 16 or self.intermediate_size % 16:
+            raise ValueError(
+                "cast_to_fp8 takes hidden_size and intermediate_size that are multiples of 16, but they are "
+                f"{self.hidden_size} and {self.intermediate_size}"
+            )
         if self.scale_down is not None or self.down.is_meta:
             what = "on meta" if self.down.is_meta else "in float8_e4m3fn"
             raise ValueError(f"cast_to_fp8 takes a layer's weights once, but they are {what}")

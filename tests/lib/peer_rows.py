@@ -26,7 +26,7 @@ def _junk(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=dtype)
 
 
-def _dispatch(x, ids, experts, align, ranks_first, max_tokens, max_rows, limit, group):
+def _dispatch(x, ids, experts, align, ranks_first, max_tokens, max_rows, limit, group, _=0):
     alike = ("dispatch", x.shape[1], ids.shape[1], tuple(experts), ranks_first, max_tokens)
     rank, choices, found = dist.get_rank(), ids.shape[1], _everybody(x, ids, alike)
     most = max_tokens or max(tokens.shape[0] for tokens, *_ in found)

@@ -243,7 +243,7 @@ WRONG = [
     (TypeError, "takes x in bfloat16", {"x": torch.Tensor.long}),
     (ValueError, "shape of topk_ids", {"shares": lambda shares: shares[:, :1]}),
     (ValueError, "takes gate_up of shape", {"gate_up": lambda weight: weight[:, :-2]}),
-    (TypeError, "down in x's dtype", {"down": torch.Tensor.double}),
+    (TypeError, "down in torch.float32, x's dtype", {"down": torch.Tensor.double}),
     (ValueError, "num_experts is 0", {"num_experts": 0}),
     (ValueError, "takes gate_up of shape (9", {"num_experts": [9]}),
     (ValueError, "an activation is one of", {"activation": "swish"}),

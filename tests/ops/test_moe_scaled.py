@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -173,13 +174,17 @@ def test_moe_of_fp8_weights_is_what_it_means(ranks, transport):
 
 
 WRONG = [
-    (ValueError, "scale_down of shape (2, 64)", {"scale_down": lambda scale: None}),
+    (TypeError, "both or neither", {"scale_down": lambda scale: None}),
+    (TypeError, "both or neither", {"scale_gate_up": lambda scale: 0.5}),
+    (ValueError, "by torch.stack", {"scale_gate_up": list}),
     (ValueError, "scale_gate_up of shape (2, 160)", {"scale_gate_up": lambda scale: scale[:, 1:]}),
     (TypeError, "scale_down in float32", {"scale_down": torch.Tensor.double}),
-    (TypeError, "x in bfloat16 with fp8", {"x": torch.Tensor.float}),
-    (TypeError, "gate_up in the dtype of weights with", {"gate_up": torch.Tensor.bfloat16}),
+    (TypeError, "x in bfloat16 beside fp8", {"x": torch.Tensor.float}),
+    (TypeError, "gate_up in torch.float8_e4m3fn, beside", {"gate_up": torch.Tensor.bfloat16}),
+    (ValueError, 'no transport="copies"', {"transport": "copies"}),
     (ValueError, "multiples of 16", {"x": lambda x: x[:, :8], "gate_up": lambda w: w[..., :8]}),
-    (ValueError, "neither gradients", {"shares": torch.Tensor.requires_grad_}),
+    (ValueError, "no gradients", {"shares": torch.Tensor.requires_grad_}),
+    (ValueError, "no gradients", {"scale_down": torch.Tensor.requires_grad_}),
 ]
 
 
@@ -190,8 +195,11 @@ def test_moe_of_fp8_weights_names_what_is_wrong(failures: Failures) -> None:
         own = operands_of(case, 0)
         if "multiples" in text:
             own["down"], own["scale_down"] = own["down"][:, :8], own["scale_down"][:, :8]
-        own |= {name: change(own[name]) for name, change in changes.items()}
         named = {name: own[name] for name in ("scale_gate_up", "scale_down")}
+        for name, change in changes.items():
+            place = own if name in own else named
+            place[name] = change(own[name]) if callable(change) else change
+        named |= {name: own[name] for name in ("scale_gate_up", "scale_down")}
         given = [own[name] for name in ("x", "ids", "shares", "gate_up", "down")]
         with pytest.raises(kind) as raised:
             overlap_torch.moe(*given, **named)
@@ -205,6 +213,8 @@ def test_packed_rows_have_their_scales() -> None:
     assert scaled.scale_of_rows(packed).flatten().tolist()[1] == 1.0
     assert packed[:, :16].float()[1, :2].tolist() == [448.0, -224.0]
     assert packed[:, :16].float()[0].abs().max() == 0
+    assert packed[:, :16].float()[2].tolist() == [448.0] + [0.0] * 15
+    assert scaled.scale_of_rows(packed)[2].item() == pytest.approx(1e30 / 448, rel=1e-6)
     assert packed.view(torch.uint8)[:, 20:].max() == 0
 
 
@@ -242,25 +252,26 @@ def test_moe_layer_is_cast_to_fp8(ranks):
 
 
 def check_compiled(failures: Failures) -> None:
-    case = Case(experts=(2,) * dist.get_world_size(), tokens=(9,) * dist.get_world_size())
-    own = operands_of(case, dist.get_rank())
-
-    def function(x):
-        return call(case, own | {"x": x}, None)
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        failures.expect_equal(compiled(own["x"]), function(own["x"]))
-        packed = torch.ops.overlap._moe_pack(own["x"], None)
-        offs = torch.tensor([4, 9], dtype=torch.int32)
-        form = Gate().form(False)
-        arguments = (packed, own["gate_up"], None, own["scale_gate_up"], None, None, None, offs)
-        ops = torch.ops.overlap
-        for op, given in (
-            (ops._moe_pack, (own["x"], offs)),
-            (ops._moe_scaled_hidden, (*arguments, *form)),
-        ):
-            torch.library.opcheck(op, given, test_utils="test_faketensor")
+    world, ops = dist.get_world_size(), torch.ops.overlap
+    whole = Case(experts=(2,) * world, tokens=(9,) * world)
+    own = operands_of(whole, dist.get_rank())
+    for shares_on, options in (
+        ("output", {"backend": "aot_eager", "dynamic": True}),
+        ("input", {"backend": "inductor"}),
+    ):
+        case = replace(whole, shares_on=shares_on)
+        function = functools.partial(call, case, own, None)
+        with torch.no_grad():
+            compiled = torch.compile(function, fullgraph=True, **options)
+            failures.expect_equal(compiled(), function(), shares_on)
+    packed = ops._moe_pack(own["x"], None)
+    offs, form = torch.tensor([4, 9], dtype=torch.int32), Gate().form(False)
+    arguments = (packed, own["gate_up"], None, own["scale_gate_up"], None, None, None, offs)
+    for op, given in (
+        (ops._moe_pack, (own["x"], offs)),
+        (ops._moe_scaled_hidden, (*arguments, *form)),
+    ):
+        torch.library.opcheck(op, given, test_utils="test_faketensor")
 
 
 @pytest.mark.ranks((2, "gloo"))

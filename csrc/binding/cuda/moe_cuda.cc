@@ -177,7 +177,9 @@ Tensor gather_rows(const Tensor& source, const Tensor& index, int64_t divisor) {
 // [R, K] to packed rows [R, K + 16]; rows from the last of `offs` on are undefined.
 Tensor pack_rows(const Tensor& rows, const std::optional<Tensor>& offs) {
   const c10::cuda::CUDAGuard guard(rows.device());
-  const Tensor from = rows.contiguous();
+  TORCH_CHECK_VALUE(rows.size(1) % 16 == 0, "packed rows have a multiple of 16 numbers, not ",
+                    rows.size(1));
+  const Tensor from = aligned(rows);
   Tensor output = at::empty({rows.size(0), rows.size(1) + kernels::kPackedBytes},
                             rows.options().dtype(at::kFloat8_e4m3fn));
   kernels::PackParams params;

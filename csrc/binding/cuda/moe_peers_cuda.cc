@@ -208,8 +208,10 @@ struct Spreading {
 // A dispatch's call, from the counts on.
 class Dispatch {
  public:
+  // `home_bytes`: of a result's row; 0: as many as x's.
   Dispatch(const Exchange& exchange, const Tensor& x, const Tensor& ids, at::IntArrayRef experts,
-           int64_t align, bool ranks_first, int64_t max_rows, const Factor* factor)
+           int64_t align, bool ranks_first, int64_t max_rows, int64_t home_bytes,
+           const Factor* factor)
       : exchange_(exchange),
         x_(x.contiguous()),
         ids_(ids.contiguous()),
@@ -217,6 +219,7 @@ class Dispatch {
         align_(align),
         ranks_first_(ranks_first),
         max_rows_(max_rows),
+        home_bytes_(home_bytes > 0 ? home_bytes : row_bytes(x_)),
         factor_(factor) {
     found_.routes = find_routes(ids_, experts, false);
     found_.home = empty_longs(ids, ids.numel());
@@ -229,7 +232,7 @@ class Dispatch {
   // The bytes of a slot for so many tokens of a rank, for this call and the way home.
   int64_t bytes(int64_t tokens) const {
     const int64_t home_rows = ranks_first_ ? exchange_.ranks() : ids_.size(1);
-    return std::max(places(tokens).end, tokens * home_rows * row_bytes(x_));
+    return std::max(places(tokens).end, tokens * home_rows * home_bytes_);
   }
 
   // Nothing waits for the host.
@@ -362,27 +365,29 @@ class Dispatch {
   const int64_t align_;
   const bool ranks_first_;
   const int64_t max_rows_;
+  const int64_t home_bytes_;
   const Factor* const factor_;
   Found found_;
 };
 
 Dispatched run(const Tensor& x, const Tensor& ids, at::IntArrayRef experts, int64_t align,
                bool ranks_first, int64_t max_tokens, int64_t max_rows, int64_t limit,
-               const std::string& group, const Factor* factor) {
+               const std::string& group, int64_t home_bytes, const Factor* factor) {
   const Exchange exchange(x, group);
   TORCH_CHECK(max_rows > 0 || !runtime::capture_id(exchange.stream()),
               "overlap_torch: the host waits for the numbers of rows of a mixture of experts, "
               "which cannot be captured "
               "in a CUDA graph: give max_rows= and max_tokens=");
-  Dispatch call(exchange, x, ids, experts, align, ranks_first, max_rows, factor);
+  Dispatch call(exchange, x, ids, experts, align, ranks_first, max_rows, home_bytes, factor);
   return max_rows > 0 ? call.run(max_tokens) : call.run_exact(limit);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> dispatch(
     const Tensor& x, const Tensor& ids, at::IntArrayRef experts, int64_t align, bool ranks_first,
-    int64_t max_tokens, int64_t max_rows, int64_t limit, const std::string& group) {
-  const Dispatched made =
-      run(x, ids, experts, align, ranks_first, max_tokens, max_rows, limit, group, nullptr);
+    int64_t max_tokens, int64_t max_rows, int64_t limit, const std::string& group,
+    int64_t home_bytes) {
+  const Dispatched made = run(x, ids, experts, align, ranks_first, max_tokens, max_rows, limit,
+                              group, home_bytes, nullptr);
   return {made.rows, made.offs, made.counts, made.home, made.source, made.splits};
 }
 
@@ -408,7 +413,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const Factor factor{
       weight, up, bias, {activation, alpha, limit_of_gate, offset, gated, interleaved}, keep};
   Dispatched made =
-      run(x, ids, experts, 1, ranks_first, max_tokens, max_rows, limit, group, &factor);
+      run(x, ids, experts, 1, ranks_first, max_tokens, max_rows, limit, group, 0, &factor);
   const Tensor none = at::empty({0}, x.options());
   const Product product = made.product.value_or(Product{{}, none, none, none, {}, {}});
   return {made.rows,   made.offs,      made.counts,  made.home,      made.source,

@@ -89,7 +89,7 @@ struct Columns {
 template <class Operand, GroupedForm kForm>
 class Epilogue {
  public:
-  // A tile's columns of the weight begin at tile * step, their second half at `second` and that.
+  // A tile's columns of the weight begin at tile * step; their second half begins `second` further.
   __device__ Epilogue(const GroupedGemmParams& params, int step, int second, char* staged)
       : params_(params),
         step_(step),
@@ -134,7 +134,7 @@ class Epilogue {
   static constexpr int kParts = kColumns / 8;
   static constexpr int kRows = 32 / kParts;  // that the warp takes up at a time
 
-  // Times the scales of their rows, then of their columns; stage() says which a lane has.
+  // Sums become products with the scales of their rows, then of their columns; stage() says which a lane has.
   __device__ void scale(float (&sums)[kMmaSums], const WarpRows& rows) const {
     float of_row[2] = {};
 #pragma unroll

@@ -122,7 +122,7 @@ struct PackParams {
   Element element = Element::kBFloat16;
   int64_t rows = 0;
   int64_t width = 0;             // a multiple of 16
-  const void* source = nullptr;  // [rows, width]
+  const void* source = nullptr;  // [rows, width], of 16-byte alignment
   const int32_t* end = nullptr;  // rows from here on are not written; null: all are
   void* output = nullptr;        // [rows, width + kPackedBytes]
 };

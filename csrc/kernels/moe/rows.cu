@@ -221,11 +221,9 @@ cudaError_t gather_rows(const RowsParams& params, cudaStream_t stream) {
 cudaError_t pack_rows(const PackParams& params, cudaStream_t stream) {
   return by_element(params.element, params.rows, params.width, [&](auto type) {
     using T = decltype(type);
-    constexpr int kVector = 16 / sizeof(T);
-    const int vector = vector_of<T>({params.width}, {params.source, params.output});
-    const auto kernel = vector == 1 ? pack_kernel<T, 2> : pack_kernel<T, kVector>;
     const dim3 threads(32, kMostThreads / 32);
-    kernel<<<blocks_of_rows(params.rows, threads.y), threads, 0, stream>>>(params);
+    pack_kernel<T, 16 / sizeof(T)>
+        <<<blocks_of_rows(params.rows, threads.y), threads, 0, stream>>>(params);
   });
 }
 

@@ -1,4 +1,4 @@
-// Parts of the kernels of a mixture's rows: a block takes a row, its threads 16 bytes each where alignment allows it.
+// Parts of the kernels of a mixture's rows: a block takes a row or several, its threads 16 bytes each where alignment allows it.
 #pragma once
 
 #include <algorithm>
