@@ -77,6 +77,9 @@ def _experts(rows, weight, offs: torch.Tensor) -> torch.Tensor:
     if isinstance(rows, torch.Tensor):
         return functional.grouped_mm(rows, weight.transpose(1, 2), offs=offs)
     (values, scale), (of_experts, of_columns) = rows, weight
+    if not values.is_cuda:  # PyTorch has none there
+        rows, weight = (each.float() * its[..., None] for each, its in (rows, weight))
+        return _experts(rows.bfloat16(), weight.bfloat16(), offs)
     return torch._scaled_grouped_mm(
         values,
         of_experts.transpose(1, 2),

@@ -150,12 +150,14 @@ def test_studies_say_what_is_allowed(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_bench_experts_measures_every_variant_where_no_rank_has_peers(tmp_path):
+@pytest.mark.parametrize(("options", "passes"), [([], [False, True]), (["--fp8"], [False])])
+def test_bench_experts_measures_every_variant_where_no_rank_has_peers(options, passes, tmp_path):
     file = tmp_path / "rows.json"
-    argv = ["experts", "--models", "tiny", "--tokens", "8", "--repeats", "1"]
+    argv = ["experts", "--models", "tiny", "--tokens", "8", "--repeats", "1", *options]
     bench("study").main([*argv, "--device", "cpu", "--world", "2", "--json", str(file)])
     rows = json.loads(file.read_text())
-    assert [(row["model"], row["tokens"]) for row in rows] == [("tiny", 8)] * 2  # one of each pass
+    found = [(row["model"], row["tokens"], row["backward"]) for row in rows]
+    assert found == [("tiny", 8, backward) for backward in passes]
     for row in rows:
         medians = {name: time["median"] for name, time in row.items() if isinstance(time, dict)}
         assert {"sequence", "moe", "copies", "max_rows", "by ranks"} <= set(medians)
