@@ -185,17 +185,20 @@ def check_scaled(x: torch.Tensor, down: torch.Tensor, copies: bool, has_backward
         raise TypeError(
             f"moe takes x in bfloat16 beside fp8 weights, but it is {x.dtype} (under autocast: cast)"
         )
-    sizes = (x.shape[-1], down.shape[-1])
-    if min(sizes) < 16 or any(size % 16 for size in sizes):
-        raise ValueError(
-            f"moe takes H and I that are multiples of 16 beside fp8 weights, but they are {sizes[0]} and {sizes[1]}"
-        )
+    check_scaled_sizes("moe", x.shape[-1], down.shape[-1])
     if copies:
         raise ValueError('moe takes no transport="copies" beside fp8 weights; leave it out')
     if has_backward:
         raise ValueError(
             "moe has no gradients beside fp8 weights, but x, topk_weights, a bias or a scale requires one: call it under "
             "torch.no_grad()"
+        )
+
+
+def check_scaled_sizes(what: str, hidden: int, inner: int) -> None:
+    if min(hidden, inner) < 16 or hidden % 16 or inner % 16:
+        raise ValueError(
+            f"{what} takes H and I that are multiples of 16 beside fp8 weights, but they are {hidden} and {inner}"
         )
 
 

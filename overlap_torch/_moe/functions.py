@@ -109,12 +109,6 @@ def moe_dispatch(
         raise ValueError(f"align is a number of rows, at least 1, but is {align}")
     experts = experts_of_ranks(num_experts, place_of(name)[0])
     way = way_of(x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
-    return _dispatched(x, topk_ids, experts, align, way)
-
-
-def _dispatched(
-    x: torch.Tensor, topk_ids: torch.Tensor, experts: list[int], align: int, way: Way
-) -> tuple[torch.Tensor, Route]:
     tokens, ids = by_rows(x, topk_ids)
     rows, offs, counts, *routes = _ops.moe_dispatch(tokens, ids, experts, align, *way)
     return rows, Route(offs, counts, tuple(topk_ids.shape), tuple(routes), *way[3:])
@@ -156,16 +150,11 @@ def moe_combine(
         )
     if topk_weights is not None:
         check_shares("moe_combine", topk_weights, route.shape, results)
-    shares, tokens, choices = _by_token(topk_weights, route)
-    output = _ops.moe_combine(results, shares, tokens, choices, *route.routes, *route[4:])
-    return output.view(*route.shape[:-1], results.shape[1])
-
-
-def _by_token(shares: torch.Tensor | None, route: Route) -> tuple[torch.Tensor | None, int, int]:
-    """The shares as [T, K], T and K."""
     *leading, choices = route.shape
     tokens = torch.Size(leading).numel()
-    return None if shares is None else shares.reshape(tokens, choices), tokens, choices
+    shares = None if topk_weights is None else topk_weights.reshape(tokens, choices)
+    output = _ops.moe_combine(results, shares, tokens, choices, *route.routes, *route[4:])
+    return output.view(*leading, results.shape[1])
 
 
 def moe(
@@ -202,8 +191,8 @@ def moe(
 
     Every rank of the group calls it, as :func:`moe_dispatch`, with the same H, K and dtype. Ranks may have different
     numbers of tokens, rows and experts, also 0. On Hopper this package's grouped GEMM takes contiguous bfloat16 and float16
-    weights, and fp8 ones. Other bfloat16 on CUDA takes PyTorch's grouped GEMM if strides are multiples of 16 bytes. All else takes a GEMM
-    for each expert, for which the host waits once more on CUDA.
+    weights, and fp8 ones. Other bfloat16 on CUDA takes PyTorch's grouped GEMM if strides are multiples of 16 bytes. All else
+    takes a GEMM for each expert, for which the host waits once more on CUDA.
 
     **fp8.** Weights may be float8_e4m3fn, with a scale for each of their rows; x is bfloat16 then, and H and I are multiples of
     16. Each token, and each row of hidden, is cast to float8_e4m3fn with a scale of its own: its largest absolute value divided
@@ -258,8 +247,9 @@ def moe(
     (ranks, rank), own = place_of(name), down.shape[0]
     experts = experts_of_ranks([own] * ranks if num_experts is None else num_experts, ranks)
     copies = transport == "copies"
-    needing = [each for each in present(*operands, topk_weights, *scales) if each.requires_grad]
-    has_backward = torch.is_grad_enabled() and len(needing) > 0
+    has_backward = torch.is_grad_enabled() and any(
+        each.requires_grad for each in present(*operands, topk_weights, *scales)
+    )
     if fp8:
         check_scaled(x, down, copies, has_backward)
     dtype = scaled.FP8 if fp8 else x.dtype

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._moe import ops
 from overlap_torch._moe.activation import FORM, NO_ACTIVATION
+from overlap_torch._moe.checks import present
 from overlap_torch._moe.ops import ROUTES, combine, complete, define, library, peer_stride
 
 _ops = torch.ops.overlap
@@ -65,9 +66,21 @@ def _aligned(tensor: torch.Tensor) -> bool:
 
 
 @functools.cache
-def on_hopper(device: torch.device) -> bool:
+def _on_hopper(device: torch.device) -> bool:
     built = torch._C._dispatch_has_kernel_for_dispatch_key("overlap::_moe_grouped", "CUDA")
     return built and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def kernel_takes(rows: torch.Tensor, inner: int, experts: int, read: list[torch.Tensor]) -> bool:
+    """What this package's grouped GEMM asks of operands of any type: rows [R, ...] and what it reads beside them."""
+    return (
+        rows.is_cuda
+        and rows.numel() > 0
+        and 0 < experts <= 1024
+        and inner >= 64
+        and all(each.data_ptr() % 16 == 0 for each in (rows, *read))
+        and _on_hopper(rows.device)
+    )
 
 
 def _ours_fit(
@@ -77,21 +90,15 @@ def _ours_fit(
     16. ``rows``: [R, ...], contiguous. ``weights``: [e, N, K], contiguous along N, or all along K. ``others``: what it also
     reads by 16 bytes, or None."""
     turned = [weight.transpose(1, 2) for weight in weights]
-    others = [each for each in others if each is not None]
+    others = present(*others)
+    read = [*rows[1:], *weights, *others]
     return (
-        rows[0].is_cuda
+        kernel_takes(rows[0], rows[0].shape[1], experts, read)
         and rows[0].dtype in (torch.bfloat16, torch.float16)
-        and rows[0].numel() > 0
-        and 0 < experts <= 1024
-        and rows[0].shape[1] >= 64
         and all(each.shape[1] > 0 and each.shape[1] % 8 == 0 for each in (*rows, *weights))
         and any(all(each.is_contiguous() for each in form) for form in (weights, turned))
         and all(each.is_contiguous() for each in (*rows, *others))
-        and all(
-            each.dtype == rows[0].dtype and each.data_ptr() % 16 == 0
-            for each in (*rows, *weights, *others)
-        )
-        and on_hopper(rows[0].device)
+        and all(each.dtype == rows[0].dtype for each in read)
     )
 
 

@@ -15,7 +15,7 @@ from overlap_torch._moe import ops
 from overlap_torch._moe.activation import FORM, NO_ACTIVATION
 from overlap_torch._moe.checks import Operands, Way, present
 from overlap_torch._moe.ops import ROUTES, combine, complete, define, peer_stride, row_shares
-from overlap_torch._moe.products import ends_of, on_hopper
+from overlap_torch._moe.products import ends_of, kernel_takes
 from overlap_torch._ops.composition import quantized
 from overlap_torch._ops.eager import is_seen
 
@@ -43,23 +43,8 @@ def _fits(packed, weights, others) -> bool:
     """True if this package's grouped GEMM takes the operands: contiguous weights [e, N, K], N and K multiples of 16, K at least 64.
     ``others``: what it also reads by 8 bytes or more, or None."""
     experts, _, inner = weights[0].shape
-    others = [each for each in others if each is not None]
-    return (
-        packed.is_cuda
-        and packed.numel() > 0
-        and 0 < experts <= 1024
-        and inner >= 64
-        and all(each.is_contiguous() for each in (*weights, *others))
-        and all(each.data_ptr() % 16 == 0 for each in (packed, *weights, *others))
-        and on_hopper(packed.device)
-    )
-
-
-def _gate_fits(packed, weight, up, scale, up_scale, bias, gated: bool, interleaved: bool) -> bool:
-    """As `_fits`, with the gate."""
-    weights = [weight] if up is None else [weight, up]
-    gate = gated and not (interleaved and up is not None)
-    return gate and _fits(packed, weights, (scale, up_scale, bias))
+    read = present(*weights, *others)
+    return kernel_takes(packed, inner, experts, read) and all(each.is_contiguous() for each in read)
 
 
 def _linear(packed, weight, scale, bias, offs):
@@ -87,7 +72,9 @@ def _linear(packed, weight, scale, bias, offs):
 )
 def _hidden(packed, weight, up, scale, up_scale, bias, shares, offs, *form):
     """The product of packed rows with one weight or two, then `_moe_gate`."""
-    if _gate_fits(packed, weight, up, scale, up_scale, bias, *form[-2:]):
+    *_, gated, interleaved = form
+    gate = gated and not (interleaved and up is not None)
+    if gate and _fits(packed, present(weight, up), (scale, up_scale, bias)):
         call = (packed, weight, up, bias, shares, offs, *form, False, scale, up_scale)
         return _ops._moe_grouped(*call)[0]
     parts = [_linear(packed, weight, scale, None, offs), None]
@@ -118,25 +105,20 @@ def experts(given: Operands, scales, form, shares_on: str, own: list[int], way: 
     short = not is_seen(*present(*given))
     home_bytes = tokens.shape[1] * tokens.element_size()
     with torch.no_grad():
-        packed = _ops._moe_pack(tokens, None)
-        weights = (gate_up, up, scale, up_scale, gate_up_bias)
-        fits = short and _gate_fits(packed, *weights, *form[-2:])
-        dispatch = ops.dispatch if short else _ops.moe_dispatch
-        rows, offs, _, *routes = dispatch(
-            packed.view(torch.bfloat16), ids, own, 1, *way, home_bytes
-        )
+        packed = _ops._moe_pack(tokens, None).view(torch.bfloat16)
+        # The GPU waits for the host after the number of rows is known: these calls leave the dispatcher out.
+        dispatch, multiply = _ops.moe_dispatch, _ops._moe_scaled_hidden
+        if short:
+            dispatch, multiply = ops.dispatch, _hidden
+        rows, offs, _, *routes = dispatch(packed, ids, own, 1, *way, home_bytes)
         rows, of_rows = rows.view(FP8), None
         if shares_on != "output":
             of_rows, shares = row_shares(shares, routes, way.group, torch.float32), None
         if shares_on == "input":
             scale_of_rows(rows).mul_(of_rows)
             of_rows = None
-        how = (gate_up_bias, of_rows, offs, *form)
-        if fits:
-            call = (rows, gate_up, up, *how, False, scale, up_scale)
-            hidden = _ops._moe_grouped(*call)[0]
-        else:
-            hidden = _ops._moe_scaled_hidden(rows, gate_up, up, scale, up_scale, *how)
+        call = (rows, gate_up, up, scale, up_scale, gate_up_bias, of_rows, offs)
+        hidden = multiply(*call, *form)
         call = (_ops._moe_pack(hidden, offs), down, scale_down, down_bias, offs, shares, *ids.shape)
         return _ops._moe_scaled_down(*call, *routes, way.ranks_first, way.group)
 

@@ -14,6 +14,7 @@ from overlap_torch._layers.dtensor import local_parts, wrap
 from overlap_torch._layers.meshes import group_mesh, note_mesh
 from overlap_torch._layers.sharding import checked_count, place_in, shard_range
 from overlap_torch._moe.activation import Gate
+from overlap_torch._moe.checks import check_scaled_sizes
 from overlap_torch._moe.functions import moe
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.composition import quantized
@@ -148,11 +149,7 @@ class MoE(torch.nn.Module):
         Raises:
             ValueError: the layer is cast, or on ``meta``; or H or I is no multiple of 16.
         """
-        if self.hidden_size % 16 or self.intermediate_size % 16:
-            raise ValueError(
-                "cast_to_fp8 takes hidden_size and intermediate_size that are multiples of 16, but they are "
-                f"{self.hidden_size} and {self.intermediate_size}"
-            )
+        check_scaled_sizes("cast_to_fp8", self.hidden_size, self.intermediate_size)
         if self.scale_down is not None or self.down.is_meta:
             what = "on meta" if self.down.is_meta else "in float8_e4m3fn"
             raise ValueError(f"cast_to_fp8 takes a layer's weights once, but they are {what}")
