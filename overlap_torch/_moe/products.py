@@ -72,7 +72,7 @@ def _on_hopper(device: torch.device) -> bool:
 
 
 def kernel_takes(rows: torch.Tensor, inner: int, experts: int, read: list[torch.Tensor]) -> bool:
-    """What this package's grouped GEMM asks of operands of any type: rows [R, ...] and what it reads beside them."""
+    """True if the package's grouped GEMM can read rows [R, ...], and `read` beside them, whatever their types."""
     return (
         rows.is_cuda
         and rows.numel() > 0
