@@ -47,6 +47,7 @@ class KernelCandidates {
     const auto most = static_cast<int32_t>(machine_.profile->link.default_ctas);
     add({1}, {.ctas = cpu_ ? 0 : std::min(most, request_.comm_sms)});
     if (cpu_ || machine_.serial) return std::move(plans_);  // nothing goes on beside the kernel
+    add_stripes();
     for (const std::vector<int32_t>& weights : schedules_of(problem_, *machine_.profile)) {
       for (const Way& way : found) add(weights, way);
     }
@@ -78,6 +79,20 @@ class KernelCandidates {
     // Fewer than any way asks for.
     if (found.empty()) found.push_back({.ctas = std::max(1, request_.comm_sms)});
     return found;
+  }
+
+  // The kernel's own stores travel, whatever it signals.
+  void add_stripes() {
+    if (!request_.stripes || !problem_.traits().sums() || machine_.peer_gbps <= 0.0 ||
+        problem_.world_size > kMaxPeerRanks) {
+      return;
+    }
+    Plan base = base_plan(problem_, Kernel::kLibrary, Transport::kPeer, shape_);
+    base.collective = Collective::kStripes;
+    if (part_rows(base) * problem_.n * moved_bytes(problem_) < kStripePage) return;
+    plans_.push_back(make_row_panels(problem_, Kernel::kLibrary, {part_tile_rows(base)}, kBandRows,
+                                     {.comm_sms = request_.comm_sms}, 0, Transport::kPeer, shape_,
+                                     Collective::kStripes));
   }
 
   void add(const std::vector<int32_t>& weights, const Way& way) {
@@ -137,14 +152,15 @@ Plan make_kernel_plan(const Problem& problem, const Machine& machine,
   };
   // The first one is the sequence, unless the caller has said how many chunks.
   const Profile::NeededGain& gains = machine.profile->needed_gain;
-  const Profile::Gain& needed = request.comm_sms > 0 ? gains.usual : gains.no_sms_left;
+  const Profile::Gain& beside = request.comm_sms > 0 ? gains.usual : gains.no_sms_left;
   const double first_us = expected_us(plans[0]);
   size_t best = 0;
   double best_us = first_us;
   for (size_t i = 1; i < plans.size(); ++i) {
     const double us = expected_us(plans[i]);
-    const bool gains = request.chunks > 0 || us + needed.us < needed.share * first_us;
-    if (gains && us < best_us) {
+    const Profile::Gain& needed = over_peers(plans[i]) ? gains.peer : beside;
+    const bool gains_enough = request.chunks > 0 || us + needed.us < needed.share * first_us;
+    if (gains_enough && us < best_us) {
       best = i;
       best_us = us;
     }

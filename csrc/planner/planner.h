@@ -39,6 +39,7 @@ struct KernelRequest {
   int32_t comm_sms = 0;    // that it leaves to communication
   // As many of about equal height, or fewer where there are not so many rows of tiles; 0: any.
   int32_t chunks = 0;
+  bool stripes = true;  // the ranks may have a product whose parts lie in each other's memory
 };
 
 // The candidates: the sequence first, all in one chunk. All-to-alls have none, as their rows differ by rank.

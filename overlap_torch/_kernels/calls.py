@@ -87,7 +87,8 @@ def produce(
             a function that launches the kernel without a job: it is called a few times now, timed, and averaged over the
             ranks. Make that function only once, because each new function is timed again. With this time the planner
             chooses the number of chunks and the transport, by the expected time of the job's steps on the measured link. It
-            keeps one chunk unless several are expected to gain clearly; on CPU they are not.
+            may also let a reduction's stores travel, as without ``signals``; the kernel signals all the same. It
+            keeps one chunk unless another plan is expected to gain clearly; on CPU none is.
         send_rows, recv_rows: for an all-to-all, the number of the output's rows that go to each rank, in rank order, and
             that come from it.
         operands: tensors that the kernel reads, to be checked for gradients; see Raises.
@@ -110,7 +111,7 @@ def produce(
         ValueError: arguments that are not allowed, as the message says.
         NotImplementedError: an operand requires grad, and grad mode is on: the gradient would be lost.
         RuntimeError: the kernel signalled a tile twice or never. On CPU, and everywhere with ``OVERLAP_DEBUG=1``, the end
-            of the ``with`` raises; otherwise on CUDA the wait's deadline does. Or a rank left its ``with`` by an exception:
+            of the ``with`` raises; otherwise on CUDA the wait's deadline does, if the plan waits for tiles. Or a rank left its ``with`` by an exception:
             then all other ranks raise, too, and nothing is communicated. On CUDA the group cannot be used afterwards.
     """
     name = group_name(group)

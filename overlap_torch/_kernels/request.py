@@ -16,6 +16,7 @@ from overlap_torch._ops import library  # noqa: F401  (the library holds the job
 from overlap_torch._ops.group import process_group
 from overlap_torch._plan import (
     MAX_CHUNKS,
+    Collective,
     Op,
     Plan,
     Problem,
@@ -92,11 +93,20 @@ class Request:
             )
         if chunks is not None and (type(chunks) is not int or not 1 <= chunks <= MAX_CHUNKS):
             raise ValueError(f"{self.what}: chunks is {chunks!r}, allowed are 1 to {MAX_CHUNKS}")
-        if self.plan is None:
-            plan, pieces = self._planned(), (chunks or _DEFAULT_CHUNKS) if to_all else 1
-        else:
+        if self.plan is not None:
             check_plan(self.what, self.plan, problem, self.tile, self.device)
-            plan, pieces = self.plan.copy(), chunks or 1
+            return self._with(self.plan.copy(), chunks or 1)
+        pieces = (chunks or _DEFAULT_CHUNKS) if to_all else 1
+        us = None
+        if self.kernel_us is not None:
+            us = _time_of(self.kernel_us, self.device, self.group)
+        prepared = self._with(self._planned(us), pieces)
+        stores = prepared.plan.collective == Collective.STRIPES
+        if stores and self.signals and prepared.job.reserve():
+            prepared = self._with(self._planned(us, stripes=False), pieces)
+        return prepared
+
+    def _with(self, plan: Plan, pieces: int) -> Prepared:
         if self.resources.priority == "low":
             made = plan.resources
             made.low_priority = True
@@ -112,20 +122,19 @@ class Request:
         )
         return Prepared(self, plan, job)
 
-    def _planned(self) -> Plan:
+    def _planned(self, us: float | None, stripes: bool = True) -> Plan:
         """Row panels: if the kernel's time is known, the planner chooses their number and transport; else they have about
-        equal heights. An all-to-all has one chunk, because its rows differ by rank."""
+        equal heights. An all-to-all has one chunk, because its rows differ by rank. Without ``stripes`` the ranks cannot have
+        memory for stores into it."""
         problem, tile, comm_sms = self.problem, self.tile, self.resources.comm_sms
         alone, to_all = problem.world_size == 1, problem.op == Op.GEMM_ALLTOALL
-        on_cpu, us = self.device.type == "cpu", None
-        if self.kernel_us is not None:
-            us = _time_of(self.kernel_us, self.device, self.group)
+        on_cpu = self.device.type == "cpu"
         if not self.signals and not alone:
             transport = Transport.GLOO if on_cpu else Transport.PEER
             return row_panels(problem, 1, tile=tile, transport=transport, collective="stripes")
         if us is not None and not alone and not to_all:
             here = machine(self.device, self.group)
-            return make_kernel_plan(problem, here, tile, us, comm_sms, self.chunks or 0)
+            return make_kernel_plan(problem, here, tile, us, comm_sms, self.chunks or 0, stripes)
         transport, ctas = Transport.GLOO, 0
         if not on_cpu and not alone:
             moves = to_all or problem.op == Op.ALLGATHER_GEMM

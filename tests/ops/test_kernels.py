@@ -381,6 +381,27 @@ def test_kernels_chunks_follow_the_kernels_time():
 
 
 @pytest.mark.parametrize("op", OVERLAPPING_OPS)
+@pytest.mark.parametrize(
+    ("stores", "m", "arguments"),
+    [
+        (True, 8192, {}),
+        (True, 8192, {"comm_sms": 2}),
+        (False, 8192, {"stripes": False}),
+        (False, 8192, {"machine": hopper(sm_gflops=5e3, windows=True)}),  # maps no memory
+        (False, 8192, {"chunks": 1}),
+        (False, 128, {}),  # parts of 1 MiB
+    ],
+)
+def test_kernels_stores_travel_into_mapped_memory(op, stores, m, arguments):
+    n = 8192
+    usual = {"machine": fast_link(), "tile": (128, 256), "kernel_us": 420.0}
+    made = _plan.make_kernel_plan(Problem(m, n, n, torch.bfloat16, 2, op), **usual | arguments)
+    plan.validate(made)
+    reduces = op != Op.ALLGATHER_GEMM
+    assert (made.collective == plan.types.Collective.STRIPES) == (stores and reduces)
+
+
+@pytest.mark.parametrize("op", OVERLAPPING_OPS)
 @pytest.mark.parametrize("machine", [fast_link(), slow_link()], ids=["fast", "slow"])
 @pytest.mark.parametrize("comm_sms", [0, 4, 16])
 def test_kernels_plans_are_expected_to_gain(op, machine, comm_sms):

@@ -179,6 +179,10 @@ std::unique_ptr<KernelCall::Runner> cuda_runner(KernelCall& call) {
               call.job().device());
 }
 
+std::string KernelJob::reserve() const {
+  return "";
+}
+
 plan::Machine kernel_machine(const std::shared_ptr<GroupEntry>& group, at::Device device) {
   return device.is_cpu() ? cpu_machine() : cuda_machine(group, device);
 }
@@ -208,6 +212,7 @@ TORCH_LIBRARY_FRAGMENT(overlap, m) {
       .def("tile_columns", &KernelJob::tile_columns)
       .def("chunk_tiles", &KernelJob::chunk_tiles)
       .def("describe", &KernelJob::describe)
+      .def("reserve", &KernelJob::reserve)
       .def("current", &KernelJob::current)
       .def("begin", &begin);
 }

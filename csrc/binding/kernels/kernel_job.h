@@ -37,6 +37,9 @@ class KernelJob : public torch::CustomClassHolder {
   // The tiles that each counter counts.
   std::vector<int64_t> chunk_tiles() const;
   std::string describe() const { return steps::to_string(*list_); }
+  // Makes the memory that a call over peers needs, on all ranks; says why it cannot be had, or nothing.
+  // CUDA's jobs over peers have some.
+  std::string reserve() const;
   // True if the process group of its name is still the one that it was made for.
   bool current() const { return group_->registered(); }
 
@@ -104,7 +107,7 @@ class KernelCall : public torch::CustomClassHolder {
 std::unique_ptr<KernelCall::Runner> cpu_runner(KernelCall& call);
 std::unique_ptr<KernelCall::Runner> cuda_runner(KernelCall& call);
 
-// capturing: a capture is on. The other: the machine that a job is for, its communicators made.
+// capturing: a capture is on. kernel_machine: the machine that a job is for, its communicators made.
 bool capturing(at::Device device);
 plan::Machine kernel_machine(const std::shared_ptr<GroupEntry>& group, at::Device device);
 

@@ -10,6 +10,7 @@
 #include "binding/cuda/cuda_trace.h"
 #include "binding/kernels/kernel_job.h"
 #include "binding/ops/profiled.h"
+#include "runtime/error.h"
 #include "runtime/run.h"
 
 namespace overlap::binding {
@@ -140,6 +141,19 @@ plan::Machine kernel_machine(const std::shared_ptr<GroupEntry>& group, at::Devic
       cuda_group(group, device.index(), c10::cuda::getCurrentCUDAStream(device.index()).stream());
   (void)first_counters(*made, device);
   return made->machine();
+}
+
+std::string KernelJob::reserve() const {
+  if (!list_->over_peers) return "";
+  const c10::cuda::CUDAGuard guard(device_);
+  const auto stream = c10::cuda::getCurrentCUDAStream(device_.index()).stream();
+  try {
+    cuda_group(group_, device_.index(), stream)
+        ->peers(plan_, list_->slot_bytes, false, list_->stripe_bytes);
+  } catch (const runtime::Error& error) {
+    return error.what();
+  }
+  return "";
 }
 
 std::unique_ptr<KernelCall::Runner> cuda_runner(KernelCall& call) {

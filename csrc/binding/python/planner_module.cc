@@ -86,21 +86,25 @@ void bind_kernel_planner(py::module_& m) {
   m.def(
       "make_kernel_plan",
       [](const Problem& problem, const Machine& machine, std::pair<int32_t, int32_t> tile,
-         double kernel_us, int32_t comm_sms, int32_t chunks) {
+         double kernel_us, int32_t comm_sms, int32_t chunks, bool stripes) {
         return planner::make_kernel_plan(problem, machine,
                                          {.tile_m = tile.first,
                                           .tile_n = tile.second,
                                           .kernel_us = kernel_us,
                                           .comm_sms = comm_sms,
-                                          .chunks = chunks});
+                                          .chunks = chunks,
+                                          .stripes = stripes});
       },
       py::arg("problem"), py::arg("machine"), py::arg("tile"), py::arg("kernel_us"),
-      py::arg("comm_sms") = 0, py::arg("chunks") = 0,
+      py::arg("comm_sms") = 0, py::arg("chunks") = 0, py::arg("stripes") = true,
       "The plan of the smallest expected time for a kernel of the caller's, which takes "
       "`kernel_us` by itself on all SMs and "
-      "leaves `comm_sms` of them to communication. `chunks`: their number; 0: any number, and one "
-      "chunk unless another number "
-      "is expected to gain clearly.");
+      "leaves `comm_sms` of them to communication. `chunks`: their number; 0: any number, or, of a "
+      "reduction over peers, stores "
+      "into the ranks' memory (the collective stripes; not if `stripes` is False): one chunk "
+      "unless "
+      "another plan is expected to "
+      "gain clearly.");
   m.def(
       "price_kernel",
       [](const Plan& plan, const Machine& machine, double kernel_us) {

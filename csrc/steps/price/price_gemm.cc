@@ -231,6 +231,10 @@ double end_of(const CallersKernel& kernel, Walk& w, size_t id, double& begin_us)
     if (kernel.counts) w.price.computed_us.push_back(us);
   }
   w.computed(all_us);
+  if (w.plan.collective == plan::Collective::kStripes && w.peers) {
+    const auto rows = static_cast<double>(w.plan.problem.m - plan::part_rows(w.plan));
+    us = std::max(us, begin_us + w.communicated(w.sent_us(rows * w.row_bytes)));
+  }
   w.callers_end_us = us;
   w.callers_tile_us = all > 0.0 ? all_us / std::ceil(all / w.sms) : 0.0;
   return us;
