@@ -223,25 +223,35 @@ def scales_given(scale_gate_up: object, scale_down: object) -> list[torch.Tensor
 def scales_of(
     given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], x: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Each weight's scales [e, N], contiguous. Raises ValueError or TypeError if they do not fit."""
+    """Each weight's scales, contiguous: [e, N], or [e, ceil(N / 128), ceil(K / 128)]. Raises ValueError or TypeError if they do not
+    fit."""
     names = [*["scale_gate_up"] * (len(weights) - 1), "scale_down"]
     if len(given) != len(weights):
         raise ValueError(
             f"moe takes scale_gate_up for {len(weights) - 1} tensors gate_up, and scale_down, but got {len(given)} scales in all; "
             "experts' own scales go into one tensor by torch.stack"
         )
+    by_blocks = []
     for name, scale, weight in zip(names, given, weights, strict=True):
-        shape = tuple(weight.shape[:2])
-        if tuple(scale.shape) != shape and tuple(scale.shape) != (*shape, 1):
+        own, rows, columns = weight.shape
+        blocks = (own, -(-rows // 128), -(-columns // 128))
+        if tuple(scale.shape) not in ((own, rows), (own, rows, 1), blocks):
             raise ValueError(
-                f"moe takes {name} of shape {shape} or {(*shape, 1)}, a number for each row of a weight, but it is {tuple(scale.shape)}"
+                f"moe takes {name} of shape {(own, rows)} or {(own, rows, 1)}, a number for each row of a weight, or {blocks}, one for "
+                f"each block of 128 rows and columns, but it is {tuple(scale.shape)}"
             )
+        by_blocks.append(tuple(scale.shape) == blocks)
         if scale.device != x.device or scale.dtype != torch.float32:
             raise TypeError(
                 f"moe takes {name} in float32 on {x.device}, but it is {scale.dtype} on {scale.device}"
             )
+    if len(set(by_blocks)) > 1:
+        raise ValueError(
+            "moe takes scales of rows for all weights, or of blocks for all, but got shapes "
+            f"{[tuple(scale.shape) for scale in given]}"
+        )
     return [
-        scale.reshape(weight.shape[:2]).contiguous()
+        (scale if by_blocks[0] else scale.reshape(weight.shape[:2])).contiguous()
         for scale, weight in zip(given, weights, strict=True)
     ]
 

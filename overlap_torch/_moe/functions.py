@@ -197,7 +197,11 @@ def moe(
     **fp8.** Weights may be float8_e4m3fn, with a scale for each of their rows; x is bfloat16 then, and H and I are multiples of
     16. Each token, and each row of hidden, is cast to float8_e4m3fn with a scale of its own: its largest absolute value divided
     by 448. Tokens travel so; results travel in bfloat16. A product is the sum times both scales, rounded to bfloat16; on Hopper
-    the tensor cores' sums are less precise than float32. Gradients and scales of blocks are missing.
+    the tensor cores' sums are less precise than float32. Gradients are missing.
+
+    **fp8 by blocks**, as checkpoints of DeepSeek-V3 and Qwen3 have it: a scale for each block of 128 rows and 128 columns of a
+    weight, and one for each 128 numbers of a token and of hidden. A sum over 128 numbers is multiplied by both scales, and these
+    sums are added in float32. On Hopper this package's grouped GEMM takes them if I is a multiple of 64, or ``gate_up`` is a pair.
 
     Args:
         x, topk_ids, group: as :func:`moe_dispatch`.
@@ -209,9 +213,9 @@ def moe(
         gate_up_bias, down_bias: [e, 2I] and [e, H], or None.
         activation: a name or a :class:`Gate`.
         interleaved: whether rows of gate and up alternate in ``gate_up``, which is then one tensor or a list.
-        scale_gate_up: float32 [e, 2I] or [e, 2I, 1], with fp8 weights: an fp8 number times its scale is the weight. A pair for a
-            pair; [e, I] without a gate.
-        scale_down: float32 [e, H] or [e, H, 1].
+        scale_gate_up: float32 [e, 2I] or [e, 2I, 1], with fp8 weights: an fp8 number times its scale is the weight. By blocks
+            [e, ceil(2I / 128), ceil(H / 128)]. A pair for a pair; I in place of 2I without a gate.
+        scale_down: float32 [e, H] or [e, H, 1]; by blocks [e, ceil(H / 128), ceil(I / 128)].
         shares_on: where the shares multiply: ``"output"``, ``"hidden"`` (before down) or ``"input"``.
         save: what stays in memory for backward besides the tokens. ``"rows"``: the experts' rows [R, H], and the products with
             gate_up. ``"gate_up"``: the products; backward dispatches the tokens again. ``"nothing"``: backward also

@@ -1,7 +1,7 @@
-"""Experts with fp8 weights: rows travel and are multiplied in float8_e4m3fn, each with a scale of its own.
+"""Experts with fp8 weights: rows travel and are multiplied in float8_e4m3fn, with scales of their own.
 
-A *packed row* has its K numbers in float8_e4m3fn and then 16 bytes, the first four of which are its float32 scale. The operators
-that carry rows take packed rows as rows of bfloat16.
+A *packed row* has its K numbers in float8_e4m3fn and then its float32 scales, filled up to 16 bytes: one of the row or, by
+blocks, one of each 128 numbers. The operators that carry rows take packed rows as rows of bfloat16.
 
     x | pack | tokens to peers | rows | gate, up, activation | pack | down | results home, in bfloat16 | sums |
 """
@@ -21,46 +21,84 @@ from overlap_torch._ops.eager import is_seen
 
 _ops = torch.ops.overlap
 FP8 = torch.float8_e4m3fn
-PACKED = 16  # bytes of a row after its numbers
+BLOCK = 128  # numbers that share a scale, of a row; of a weight as many rows of them
 
 
-@define("_moe_pack(Tensor rows, Tensor? offs) -> Tensor")
-def _pack(rows, offs):
-    """[R, K] to packed rows [R, K + 16]. A CUDA kernel leaves rows after the last end undefined."""
-    values, scales = quantized(rows.float(), rows.shape[1])
-    after = scales.new_zeros((rows.shape[0], PACKED // 4))
-    after[:, :1] = scales
+def _scales(width: int, by_blocks: bool) -> int:
+    """The scales of a packed row of so many numbers."""
+    return -(-width // BLOCK) if by_blocks else 1
+
+
+def _packed_bytes(width, by_blocks: bool):
+    return width + -(-_scales(width, by_blocks) // 4) * 16
+
+
+@define("_moe_pack(Tensor rows, Tensor? offs, bool by_blocks) -> Tensor")
+def _pack(rows, offs, by_blocks):
+    """[R, K] to packed rows. A CUDA kernel leaves rows after the last end undefined."""
+    width = rows.shape[1]
+    values, scales = quantized(rows.float(), BLOCK if by_blocks else width)
+    room = (_packed_bytes(width, by_blocks) - width) // 4
+    after = torch.nn.functional.pad(scales, (0, room - scales.shape[1]))
     return torch.cat([values.view(torch.uint8), after.view(torch.uint8)], 1).view(FP8)
 
 
-def scale_of_rows(packed: torch.Tensor) -> torch.Tensor:
-    """A view, float32 [R, 1]."""
-    first = packed.shape[1] // 4 - PACKED // 4
-    return packed.view(torch.float32)[:, first : first + 1]
+def scales_of_rows(packed: torch.Tensor, width: int, by_blocks: bool) -> torch.Tensor:
+    """A view, float32 [R, 1] or [R, blocks], of packed rows of ``width`` numbers."""
+    first = width // 4
+    return packed.view(torch.float32)[:, first : first + _scales(width, by_blocks)]
 
 
-def _fits(packed, weights, others) -> bool:
+def of_numbers(scales: torch.Tensor, width: int) -> torch.Tensor:
+    """Scales of blocks [..., blocks] to those of their numbers [..., width]."""
+    return scales.repeat_interleave(BLOCK, -1)[..., :width]
+
+
+def block_quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., N, K] to float8_e4m3fn, and the scale of each block of 128 rows and columns, float32 [..., blocks, blocks]."""
+    rows, columns = weight.shape[-2:]
+    whole = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = whole.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).transpose(-3, -2)
+    values, scales = quantized(blocks.flatten(-2), BLOCK * BLOCK)
+    values = values.unflatten(-1, (BLOCK, BLOCK)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
+    return values[..., :rows, :columns].contiguous(), scales[..., 0]
+
+
+def _fits(packed, weights, scales, others, gates=False) -> bool:
     """True if this package's grouped GEMM takes the operands: contiguous weights [e, N, K], N and K multiples of 16, K at least 64.
-    ``others``: what it also reads by 8 bytes or more, or None."""
-    experts, _, inner = weights[0].shape
-    read = present(*weights, *others)
-    return kernel_takes(packed, inner, experts, read) and all(each.is_contiguous() for each in read)
+    ``others``: what it also reads by 8 bytes or more, or None. ``gates``: a weight's halves are gate and up, whose tiles of 64
+    columns must not have scales of two blocks."""
+    experts, columns, inner = weights[0].shape
+    by_blocks = scales[0].dim() == 3
+    if by_blocks and gates and len(weights) == 1 and columns % 128 != 0:
+        return False
+    read = present(*weights, *others, *(() if by_blocks else scales))
+    whole = all(each.is_contiguous() for each in (*read, *present(*scales)))
+    return whole and kernel_takes(packed, inner, experts, read)
 
 
 def _linear(packed, weight, scale, bias, offs):
-    """Packed rows and [e, N, K] to [R, N]: sums times the scales of row and column, rounded to bfloat16; then plus a bias [e, N]."""
-    if _fits(packed, [weight], (scale, bias)):
+    """Packed rows and [e, N, K] to [R, N]: sums times the scales of row and column, or sums of blocks, each times its scales,
+    rounded to bfloat16; then plus a bias [e, N]."""
+    if _fits(packed, [weight], (scale,), (bias,)):
         call = (packed, weight, None, bias, None, offs, *NO_ACTIVATION, False, scale)
         return _ops._moe_grouped(*call)[0]
     output = packed.new_zeros((packed.shape[0], weight.shape[1]), dtype=torch.bfloat16)
     if packed.shape[0] == 0:
         return output
-    scales = scale_of_rows(packed)
+    columns, inner = weight.shape[1:]
+    by_blocks = scale.dim() == 3
+    scales = scales_of_rows(packed, inner, by_blocks)
     for expert, (begin, end) in enumerate(ends_of(offs)):
         if begin == end:
             continue
-        sums = packed[begin:end, :-PACKED].float() @ weight[expert].float().t()
-        output[begin:end] = sums * scales[begin:end] * scale[expert]
+        rows, matrix = packed[begin:end, :inner].float(), weight[expert].float()
+        if by_blocks:
+            rows *= of_numbers(scales[begin:end], inner)
+            matrix *= of_numbers(of_numbers(scale[expert], inner).t(), columns).t()
+            output[begin:end] = rows @ matrix.t()
+        else:
+            output[begin:end] = rows @ matrix.t() * scales[begin:end] * scale[expert]
         if bias is not None:
             output[begin:end] += bias[expert]
     return output
@@ -74,7 +112,8 @@ def _hidden(packed, weight, up, scale, up_scale, bias, shares, offs, *form):
     """The product of packed rows with one weight or two, then `_moe_gate`."""
     *_, gated, interleaved = form
     gate = gated and not (interleaved and up is not None)
-    if gate and _fits(packed, present(weight, up), (scale, up_scale, bias)):
+    weights = present(weight, up)
+    if gate and _fits(packed, weights, (scale, up_scale), (bias,), not interleaved):
         call = (packed, weight, up, bias, shares, offs, *form, False, scale, up_scale)
         return _ops._moe_grouped(*call)[0]
     parts = [_linear(packed, weight, scale, None, offs), None]
@@ -91,7 +130,7 @@ def _down(packed, weight, scale, bias, offs, topk_weights, tokens, choices, *how
     """As `_moe_down`, of packed rows."""
     *routes, ranks_first, group = how
     stride = peer_stride(routes[4])
-    if stride is not None and not ranks_first and _fits(packed, [weight], (scale, bias)):
+    if stride is not None and not ranks_first and _fits(packed, [weight], (scale,), (bias,)):
         form = (routes[0], routes[3], stride, tokens, choices, group)
         return _ops._moe_peer_down(packed, weight, bias, offs, topk_weights, *form, scale)
     results = _linear(packed, weight, scale, bias, offs)
@@ -102,10 +141,10 @@ def experts(given: Operands, scales, form, shares_on: str, own: list[int], way: 
     """`moe` of fp8 weights with their scales; ``own``: the experts of each rank."""
     tokens, ids, shares, gate_up, up, gate_up_bias, down, down_bias = given
     scale, up_scale, scale_down = (scales[0], None, scales[1]) if up is None else scales
-    short = not is_seen(*present(*given))
+    short, by_blocks = not is_seen(*present(*given)), scale.dim() == 3
     home_bytes = tokens.shape[1] * tokens.element_size()
     with torch.no_grad():
-        packed = _ops._moe_pack(tokens, None).view(torch.bfloat16)
+        packed = _ops._moe_pack(tokens, None, by_blocks).view(torch.bfloat16)
         # The GPU waits for the host after the number of rows is known: these calls leave the dispatcher out.
         dispatch, multiply = _ops.moe_dispatch, _ops._moe_scaled_hidden
         if short:
@@ -115,11 +154,12 @@ def experts(given: Operands, scales, form, shares_on: str, own: list[int], way: 
         if shares_on != "output":
             of_rows, shares = row_shares(shares, routes, way.group, torch.float32), None
         if shares_on == "input":
-            scale_of_rows(rows).mul_(of_rows)
+            scales_of_rows(rows, tokens.shape[1], by_blocks).mul_(of_rows)
             of_rows = None
         call = (rows, gate_up, up, scale, up_scale, gate_up_bias, of_rows, offs)
         hidden = multiply(*call, *form)
-        call = (_ops._moe_pack(hidden, offs), down, scale_down, down_bias, offs, shares, *ids.shape)
+        packed = _ops._moe_pack(hidden, offs, by_blocks)
+        call = (packed, down, scale_down, down_bias, offs, shares, *ids.shape)
         return _ops._moe_scaled_down(*call, *routes, way.ranks_first, way.group)
 
 
@@ -135,8 +175,8 @@ def _fake_down(packed, weight, scale, bias, offs, topk_weights, tokens, *how):
 
 complete(
     {
-        "_moe_pack": lambda rows, _: rows.new_empty(
-            (rows.shape[0], rows.shape[1] + PACKED), dtype=FP8
+        "_moe_pack": lambda rows, _, by_blocks: rows.new_empty(
+            (rows.shape[0], _packed_bytes(rows.shape[1], by_blocks)), dtype=FP8
         ),
         "_moe_scaled_hidden": _fake_hidden,
         "_moe_scaled_down": _fake_down,

@@ -16,6 +16,7 @@ from overlap_torch._layers.sharding import checked_count, place_in, shard_range
 from overlap_torch._moe.activation import Gate
 from overlap_torch._moe.checks import check_scaled_sizes
 from overlap_torch._moe.functions import moe
+from overlap_torch._moe.scaled import block_quantized
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.composition import quantized
 from overlap_torch._ops.group import broadcast_integers
@@ -136,29 +137,39 @@ class MoE(torch.nn.Module):
             getattr(self, name).to_local().uniform_(-bound, bound, generator=generator)
 
     @torch.no_grad()
-    def cast_to_fp8(self) -> MoE:
-        """Casts the experts for inference, in place: weights to float8_e4m3fn with parameters ``scale_gate_up`` [E, 2I] and
-        ``scale_down`` [E, H], biases to bfloat16.
+    def cast_to_fp8(self, recipe: str = "rowwise") -> MoE:
+        """Casts the experts for inference, in place: weights to float8_e4m3fn with parameters ``scale_gate_up`` and
+        ``scale_down``, biases to bfloat16.
 
-        A row's scale is its largest absolute value divided by 448. ``forward`` then takes x in bfloat16, and has no gradients. A
+        A scale is a largest absolute value divided by 448. ``forward`` then takes x in bfloat16, and has no gradients. A
         layer that was cast loads the state dict of such a layer. Casts of the layer's dtype come before this one.
+
+        Args:
+            recipe: ``"rowwise"``, a scale for each row of a weight: [E, 2I] and [E, H]. ``"blockwise"``, one for each 128 rows
+                and 128 columns: [E, ceil(2I / 128), ceil(H / 128)] and [E, ceil(H / 128), ceil(I / 128)].
 
         Returns:
             The layer.
 
         Raises:
-            ValueError: the layer is cast, or on ``meta``; or H or I is no multiple of 16.
+            ValueError: the layer is cast, or on ``meta``; or H or I is no multiple of 16; or the recipe is another one.
         """
+        if recipe not in ("rowwise", "blockwise"):
+            raise ValueError(f'cast_to_fp8 takes "rowwise" or "blockwise", but got {recipe!r}')
         check_scaled_sizes("cast_to_fp8", self.hidden_size, self.intermediate_size)
         if self.scale_down is not None or self.down.is_meta:
             what = "on meta" if self.down.is_meta else "in float8_e4m3fn"
             raise ValueError(f"cast_to_fp8 takes a layer's weights once, but they are {what}")
         for name in ("gate_up", "down"):
             local = self._parameters[name].to_local()
-            values, scales = quantized(local.float(), local.shape[-1])
-            self._shapes[f"scale_{name}"] = self._shapes[name][:2]
+            if recipe == "rowwise":
+                values, scales = quantized(local.float(), local.shape[-1])
+                scales = scales[..., 0]
+            else:
+                values, scales = block_quantized(local)
+            self._shapes[f"scale_{name}"] = (self.num_experts, *scales.shape[1:])
             self._replace(name, values)
-            self._replace(f"scale_{name}", scales[..., 0])
+            self._replace(f"scale_{name}", scales)
             if (bias := self._parameters[f"{name}_bias"]) is not None:
                 self._replace(f"{name}_bias", bias.to_local().bfloat16())
         return self

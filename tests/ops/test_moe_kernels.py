@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -225,57 +226,93 @@ def check_experts(failures: Failures) -> None:
 def check_packs(failures: Failures) -> None:
     """Packed rows, bit for bit, up to the last end; rows that are not aligned to 16 bytes, too."""
     device = torch.device("cuda")
-    for dtype, width, start in itertools.product(DTYPES, (16, 80, 4112), (0, 1)):
-        numbers = torch.randn(37 * width + start, device=device).to(dtype)
+    for by_blocks, width, start in itertools.product((False, True), (16, 80, 512, 4112), (0, 1)):
+        place = (by_blocks, width, start)
+        numbers = torch.randn(37 * width + start, device=device).bfloat16()
         rows = numbers[start:].view(37, width)
         rows[3], rows[4, 5], rows[5, 0], rows[6] = 0, float("nan"), float("inf"), rows[6] * 1e-9
         offs = torch.tensor([5, 20], device=device, dtype=torch.int32)
         poison(device, 4096, 1 << 16)
-        mine = _ops._moe_pack(rows, None).view(torch.uint8)
-        right = scaled._pack(rows, None).view(torch.uint8)
-        failures.expect_equal(mine, right, dtype, width, start)
-        failures.expect_equal(_ops._moe_pack(rows, offs).view(torch.uint8)[:20], right[:20], dtype)
+        mine = _ops._moe_pack(rows, None, by_blocks).view(torch.uint8)
+        right = scaled._pack(rows, None, by_blocks).view(torch.uint8)
+        failures.expect_equal(mine, right, *place)
+        mine = _ops._moe_pack(rows, offs, by_blocks).view(torch.uint8)
+        failures.expect_equal(mine[:20], right[:20], "to the end", *place)
+
+
+def powers(*shape: int) -> torch.Tensor:
+    return 2.0 ** torch.randint(-3, 3, shape, device="cuda")
+
+
+def of_blocks(scale: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Scales of blocks in the last dims, for their numbers."""
+    for dim, size in enumerate(sizes, -len(sizes)):
+        if scale.shape[dim] != size:
+            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, size)
+    return scale
+
+
+def scaled_product(rows, scales, ends, weight, scale) -> torch.Tensor:
+    """Each expert's rows [R, K], whose scales are [R, 1] or of blocks, times its weight [N, K], whose scales are [N] or of blocks."""
+    columns, inner = weight.shape[1:]
+    by_blocks = scale.dim() == 3
+    left = rows * (of_blocks(scales, inner) if by_blocks else scales)
+    right = weight * (of_blocks(scale, columns, inner) if by_blocks else scale[:, :, None])
+    parts = [
+        left[a:b].double() @ one.double().t()
+        for (a, b), one in zip(itertools.pairwise(ends), right, strict=True)
+    ]
+    return torch.cat(parts).bfloat16()
 
 
 def check_scaled(failures: Failures) -> None:
-    """Products of packed rows and fp8 weights, exactly; through gate and up as the products, then the gate's kernel."""
+    """Products of packed rows and fp8 weights, exactly; through gate and up as the products, then the gate's kernel. Widths of 16 and
+    272 leave gate and up by blocks to the composition, except as a pair."""
     offs = torch.tensor(COUNTS, device="cuda").cumsum(0).to(torch.int32)
     ends = [0, *offs.tolist()]
     fp8, experts = torch.float8_e4m3fn, len(COUNTS)
-    for inner, width in itertools.product((64, 80, 528), (16, 272, 1024)):
+    for inner, width, by_blocks in itertools.product(
+        (64, 80, 528), (16, 192, 272, 1024), (False, True)
+    ):
         rows = draw(ends[-1] + ROOM, inner, dtype=torch.float32)
-        packed = _ops._moe_pack(rows, None)
+        packed = _ops._moe_pack(rows.bfloat16(), None, by_blocks)
         packed[:, :inner] = rows.to(fp8)
-        scales = 2.0 ** torch.randint(-3, 3, (rows.shape[0], 1), device="cuda")
-        scaled.scale_of_rows(packed).copy_(scales)
+        blocks = -(-inner // 128)
+        scales = powers(rows.shape[0], blocks if by_blocks else 1)
+        scaled.scales_of_rows(packed, inner, by_blocks).copy_(scales)
         weight = draw(experts, 2 * width, inner, dtype=torch.float32)
-        scale = 2.0 ** torch.randint(-3, 3, (experts, 2 * width), device="cuda")
-        spans = list(itertools.pairwise(ends))
-        parts = [
-            (rows[a:b] * scales[a:b]).double() @ (one * column[:, None]).double().t()
-            for (a, b), one, column in zip(spans, weight, scale, strict=True)
-        ]
-        right = torch.cat(parts).bfloat16()
-        weight, place = weight.to(fp8), (inner, width)
+        scale = powers(experts, *((-(-2 * width // 128), blocks) if by_blocks else (2 * width,)))
+
+        product = functools.partial(scaled_product, rows, scales, ends)
+        right, place = product(weight, scale), (inner, width, by_blocks)
+        cast = weight.to(fp8)
         poison(rows.device, 4096, 1 << 16)
         bias = draw(experts, 2 * width, dtype=torch.bfloat16)
-        mine = scaled._linear(packed, weight, scale, None, offs)[: ends[-1]]
+        mine = scaled._linear(packed, cast, scale, None, offs)[: ends[-1]]
         failures.expect_equal(mine, right, "product", *place)
-        mine = scaled._linear(packed, weight, scale, bias, offs)[: ends[-1]]
+        mine = scaled._linear(packed, cast, scale, bias, offs)[: ends[-1]]
         added = bias.repeat_interleave(offs.diff(prepend=offs.new_zeros(1)), 0)
         failures.expect_equal(mine, right + added, "bias", *place)
         shares = torch.rand(rows.shape[0], 1, device="cuda")
         for form in ("halves", "turns", "pair"):
-            pair = form == "pair"
-            weights, of_weights = [weight, None], [scale, None]
-            if pair:
-                weights = [part.contiguous() for part in weight.chunk(2, 1)]
-                of_weights = [part.contiguous() for part in scale.chunk(2, 1)]
             how = (bias, shares, offs, *activation.Gate().form(form == "turns"))
+            room = right.new_zeros((ROOM, width))
+            if form == "pair":
+                weights = [part.contiguous() for part in cast.chunk(2, 1)]
+                of_weights = (
+                    [powers(experts, -(-width // 128), blocks) for _ in range(2)]
+                    if by_blocks
+                    else [part.contiguous() for part in scale.chunk(2, 1)]
+                )
+                plain = weight.chunk(2, 1)
+                parts = [
+                    torch.cat([product(*both), room])
+                    for both in zip(plain, of_weights, strict=True)
+                ]
+            else:
+                weights, of_weights = [cast, None], [scale, None]
+                parts = [torch.cat([right, room.repeat(1, 2)]), None]
             mine = _ops._moe_scaled_hidden(packed, *weights, *of_weights, *how)
-            room = right.new_zeros((ROOM, 2 * width))
-            sums = torch.cat([right, room])
-            parts = [part.contiguous() for part in sums.chunk(2, 1)] if pair else [sums, None]
             hidden = _ops._moe_gate(*parts, *how)
             failures.expect_equal(mine[: ends[-1]], hidden[: ends[-1]], form, *place)
 

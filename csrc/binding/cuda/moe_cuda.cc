@@ -174,16 +174,17 @@ Tensor gather_rows(const Tensor& source, const Tensor& index, int64_t divisor) {
   return output;
 }
 
-// [R, K] to packed rows [R, K + 16]; rows from the last of `offs` on are undefined.
-Tensor pack_rows(const Tensor& rows, const std::optional<Tensor>& offs) {
+// bfloat16 [R, K] to packed rows [R, K + bytes of scales]; rows from the last of `offs` on are undefined.
+Tensor pack_rows(const Tensor& rows, const std::optional<Tensor>& offs, bool by_blocks) {
   const c10::cuda::CUDAGuard guard(rows.device());
-  TORCH_CHECK_VALUE(rows.size(1) % 16 == 0, "packed rows have a multiple of 16 numbers, not ",
-                    rows.size(1));
+  TORCH_CHECK_VALUE(rows.size(1) % 16 == 0 && rows.scalar_type() == at::kBFloat16,
+                    "packed rows are made of a multiple of 16 bfloat16 numbers, not of ",
+                    rows.size(1), " ", rows.scalar_type());
   const Tensor from = aligned(rows);
-  Tensor output = at::empty({rows.size(0), rows.size(1) + kernels::kPackedBytes},
-                            rows.options().dtype(at::kFloat8_e4m3fn));
+  const int64_t row_bytes = rows.size(1) + kernels::scale_bytes(rows.size(1), by_blocks);
+  Tensor output = at::empty({rows.size(0), row_bytes}, rows.options().dtype(at::kFloat8_e4m3fn));
   kernels::PackParams params;
-  params.element = element_of(rows);
+  params.by_blocks = by_blocks;
   params.rows = rows.size(0);
   params.width = rows.size(1);
   params.source = from.const_data_ptr();
@@ -388,11 +389,14 @@ kernels::GroupedGemmParams grouped_params(const Tensor& rows, const Tensor& weig
               rows.device());
   kernels::GroupedGemmParams params;
   params.rows = rows.size(0);
-  params.k = rows.size(1) - (scale.has_value() ? kernels::kPackedBytes : 0);
+  params.k = weight.size(2);
   params.input = rows.const_data_ptr();
   params.weight = weight.const_data_ptr();
   params.turned = !weight.is_contiguous();
-  params.scale = scale.has_value() ? scale->const_data_ptr<float>() : nullptr;
+  if (scale.has_value()) {
+    params.scale = scale->const_data_ptr<float>();
+    params.by_blocks = scale->dim() == 3;
+  }
   params.n = weight.size(1);
   params.gate.element = scale.has_value() ? Element::kBFloat16 : element_of(rows);
   params.gate.width = params.n;

@@ -43,7 +43,7 @@ struct Form {
 };
 
 // The experts' product of contiguous rows [R, K] and weights [e, N, K], contiguous along K or N, but for its output; in a build for
-// Hopper. Packed rows [R, K + 16] have fp8 weights, with the scales of their rows, float32 [e, N].
+// Hopper. Packed rows have fp8 weights [e, N, K], with float32 scales of their rows, [e, N], or of blocks (GroupedGemmParams).
 kernels::GroupedGemmParams grouped_params(const at::Tensor& rows, const at::Tensor& weight,
                                           const at::Tensor& offs,
                                           const std::optional<at::Tensor>& scale = {});

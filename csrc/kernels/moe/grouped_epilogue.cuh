@@ -86,7 +86,8 @@ struct Columns {
   }
 };
 
-template <class Operand, GroupedForm kForm>
+// kScales: sums are multiplied by the scales of their rows and columns.
+template <class Operand, GroupedForm kForm, bool kScales>
 class Epilogue {
  public:
   // A tile's columns of the weight begin at tile * step; their second half begins `second` further.
@@ -99,7 +100,7 @@ class Epilogue {
 
   __device__ void store(float (&sums)[kMmaSums], const WarpRows& rows) {
     if (rows.count <= 0) return;
-    if constexpr (std::is_same_v<Operand, __nv_fp8_e4m3>) scale(sums, rows);
+    if constexpr (kScales) scale(sums, rows);
     stage<T>(sums, staged_);
     const int part = lane_ % kParts;
     const int64_t column = int64_t{rows.tile} * kColumns + part * 8;
@@ -141,7 +142,8 @@ class Epilogue {
     for (int half = 0; half < 2; ++half) {
       const int row = lane_ / 4 + 8 * half;
       if (row < rows.count) {
-        const int64_t packed = (rows.first + row) * (params_.k + kPackedBytes) + params_.k;
+        const int64_t packed =
+            (rows.first + row) * (params_.k + scale_bytes(params_.k, false)) + params_.k;
         of_row[half] =
             *reinterpret_cast<const float*>(static_cast<const char*>(params_.input) + packed);
       }

@@ -37,8 +37,11 @@ struct GroupedGemmParams {
   bool turned = false;
   int64_t n = 0;  // a multiple of 8
   // kRows and kGate, not turned: rows and weights are float8_e4m3fn, k and n multiples of 16, the element bfloat16. Rows are packed
-  // (PackParams). The weights' scales are [experts, n]; sums are multiplied by both scales. Null: no fp8.
+  // (PackParams). The weights' scales are [experts, n], and sums are multiplied by both scales. Or rows have scales `by_blocks`, and the
+  // weights one of each kScaledBlock rows and columns, [experts, scale_blocks(n), scale_blocks(k)]: the sums of each block of k are
+  // multiplied by both, and added in float32. kGate: n, of two weights in one n / 2, is a multiple of 64. Null: no fp8.
   const float* scale = nullptr;
+  bool by_blocks = false;
   const float* up_scale = nullptr;  // of up_weight
   // Element (16 bits), offs, experts, and output: [rows, width], which may be null if all rows go home; or [experts, n, width].
   // kRows: a bias of the gate, which is added to rounded sums. kGate: form, interleaved, biases and shares. `gate_grad` and `up_grad` of grad_stride, if not null: gate and up, without their

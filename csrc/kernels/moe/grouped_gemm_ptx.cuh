@@ -70,6 +70,15 @@ __device__ __forceinline__ void load_box_for_both(const CUtensorMap& map, char* 
       "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "h"(static_cast<uint16_t>(3))
       : "memory");
 }
+// Four bytes, on their own; and their arrival, with those that this thread began before.
+__device__ __forceinline__ void copy_number(float* to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void arrive_when_copied(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -98,6 +107,12 @@ __device__ __forceinline__ void commit_mma() {
 template <int kLeft>
 __device__ __forceinline__ void await_mma() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+
+// Nothing reads the sums before this point.
+__device__ __forceinline__ void hold(float (&sums)[kMmaSums]) {
+#pragma unroll
+  for (int i = 0; i < kMmaSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
 #define OVERLAP_SUMS4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])

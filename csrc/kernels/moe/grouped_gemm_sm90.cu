@@ -4,6 +4,9 @@
 //   loads    | 0 | 1 | 2 | 3 | ...
 //   group 0  |   | mma 0 | store 0 | mma 2 | ...
 //   group 1  |           | mma 1   | store 1 | ...
+//
+// With scales of blocks the groups share each tile, half of its rows each: one adds a stage's products to its sums while the other
+// multiplies.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -12,160 +15,12 @@
 #include "kernels/moe/grouped_epilogue.cuh"
 #include "kernels/moe/grouped_gemm.h"
 #include "kernels/moe/grouped_gemm_ptx.cuh"
+#include "kernels/moe/grouped_tiles.cuh"
 
 namespace overlap::kernels {
 namespace {
 
-constexpr int kLine = 128;  // bytes of k of a stage, which the swizzle repeats
-constexpr int kHalfBytes = kHalf * kLine;
-constexpr int kStageBytes = 4 * kHalfBytes;  // two halves of rows, two of columns
-constexpr int kStages = 5;
-constexpr int kCluster = 2;
-constexpr int kGroup = 128;  // threads
-constexpr int kThreads = 3 * kGroup;
-constexpr int kBand = 8;  // tiles of rows that are computed together for each tile of columns
-
-struct Shared {
-  char stages[kStages][kStageBytes];
-  char staged[2 * kGroup / 32][kWarpRows * kPitch];
-  uint64_t full[kStages];
-  uint64_t empty[kStages];
-  int32_t ends[kMaxGroupedExperts];  // of each range's cluster tiles
-};
-constexpr int kSharedBytes = static_cast<int>(sizeof(Shared)) + 1024;
-static_assert(kSharedBytes <= 227 * 1024);
-
-// Numbers of k of a stage.
-template <class T>
-constexpr int kK = kLine / static_cast<int>(sizeof(T));
-
-struct KernelParams {
-  CUtensorMap input;
-  CUtensorMap weights[2];  // of each half of a tile's columns
-  GroupedGemmParams gemm;
-  int32_t step;          // columns of weights from tile to tile
-  int32_t second;        // the first column of the second half of tile 0
-  int32_t column_pairs;  // cluster tiles of columns
-};
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// The groups of a CTA multiply by turns. A group's loads are the only ones that can have come then, so that a stage's parity says which.
-__device__ __forceinline__ void await_turn(int group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(2 * kGroup) : "memory");
-}
-__device__ __forceinline__ void pass_turn(int group) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(2 - group), "n"(2 * kGroup) : "memory");
-}
-__device__ __forceinline__ void meet_group(int group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(3 + group), "n"(kGroup) : "memory");
-}
-
-// Rows of an expert.
-struct Range {
-  int begin;
-  int end;
-};
-__device__ __forceinline__ Range range_of(const GroupedGemmParams& gemm, int range) {
-  if (gemm.ranges != nullptr) return {gemm.ranges[2 * range], gemm.ranges[2 * range + 1]};
-  return {range == 0 ? 0 : gemm.gate.offs[range - 1], gemm.gate.offs[range]};
-}
-__device__ __forceinline__ int ranges_of(const GroupedGemmParams& gemm) {
-  return gemm.gate.experts * gemm.ranges_of_expert;
-}
-
-// A cluster's tile.
-struct Place {
-  int expert;
-  int begin;      // the range's first row of the input
-  int end;        // after its last one
-  int first_row;  // of the tile; of kWeights, a row of the weight
-  int end_row;
-  int pair;  // of columns
-};
-
-// All tiles of all ranges, in order of range; a range's by bands of rows, a band's by columns.
-template <class T, GroupedForm kForm>
-class Tiles {
- public:
-  __device__ Tiles(const KernelParams& params, const Shared& shared)
-      : params_(params), shared_(shared), tile_(static_cast<int>(blockIdx.x) / kCluster) {}
-
-  __device__ bool next(Place& place) {
-    const int ranges = ranges_of(params_.gemm);
-    while (range_ < ranges && shared_.ends[range_] <= tile_) ++range_;
-    if (range_ == ranges) return false;
-    const Range rows = range_of(params_.gemm, range_);
-    place.expert = range_ / params_.gemm.ranges_of_expert;
-    place.begin = rows.begin;
-    place.end = rows.end;
-    const int origin = kForm == GroupedForm::kWeights ? 0 : place.begin;
-    place.end_row = kForm == GroupedForm::kWeights ? static_cast<int>(params_.gemm.n) : place.end;
-    const int first = range_ == 0 ? 0 : shared_.ends[range_ - 1];
-    const int blocks = (place.end_row - origin + kTile - 1) / kTile;
-    const int index = tile_ - first;
-    const int band = index / (kBand * params_.column_pairs);
-    const int of_band = index - band * kBand * params_.column_pairs;
-    const int height = min(kBand, blocks - band * kBand);
-    place.pair = of_band / height;
-    place.first_row = origin + (band * kBand + of_band - place.pair * height) * kTile;
-    tile_ += static_cast<int>(gridDim.x) / kCluster;
-    return true;
-  }
-
-  // The stages of a tile.
-  __device__ int steps(const Place& place) const {
-    const int k =
-        kForm == GroupedForm::kWeights ? place.end - place.begin : static_cast<int>(params_.gemm.k);
-    return (k + kK<T> - 1) / kK<T>;
-  }
-
- private:
-  const KernelParams& params_;
-  const Shared& shared_;
-  int tile_;
-  int range_ = 0;
-};
-
-// The stage that comes next, and how often it was used.
-struct Turn {
-  int stage = 0;
-  int parity = 0;
-  __device__ void advance(int steps) {
-    stage += steps;
-    parity ^= (stage / kStages) & 1;
-    stage %= kStages;
-  }
-  __device__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-template <GroupedForm kForm>
-__device__ void count_tiles(const KernelParams& params, Shared& shared) {
-  const int lane = static_cast<int>(threadIdx.x);
-  int total = 0;
-  const int ranges = ranges_of(params.gemm);
-  for (int first = 0; first < ranges; first += 32) {
-    const int range = first + lane;
-    int tiles = 0;
-    if (range < ranges) {
-      const Range of_input = range_of(params.gemm, range);
-      const int rows = kForm == GroupedForm::kWeights ? static_cast<int>(params.gemm.n)
-                                                      : of_input.end - of_input.begin;
-      tiles = (rows + kTile - 1) / kTile * params.column_pairs;
-    }
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int before = __shfl_up_sync(0xffffffff, tiles, distance);
-      if (lane >= distance) tiles += before;
-    }
-    if (range < ranges) shared.ends[range] = total + tiles;
-    total += __shfl_sync(0xffffffff, tiles, 31);
-  }
-}
 
 template <class T, GroupedForm kForm, bool kTurned>
 __device__ void produce(const KernelParams& params, Shared& shared) {
@@ -284,12 +139,161 @@ class Multiplier {
   int last_ = -1;  // the stage whose products are under way
 };
 
+// A warp that loads the scales of blocks beside the operands: those of a tile's rows, and of its columns' two halves.
+template <GroupedForm kForm>
+__device__ void bring_scales(const KernelParams& params, Shared& shared) {
+  constexpr int kRowsOfLane = kTile / 32;
+  const GroupedGemmParams& gemm = params.gemm;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t row_bytes = gemm.k + scale_bytes(gemm.k, true);
+  const char* const of_rows = static_cast<const char*>(gemm.input) + gemm.k;
+  const auto blocks = static_cast<int>(scale_blocks(gemm.n));
+  Tiles<__nv_fp8_e4m3, kForm> tiles(params, shared);
+  Turn turn;
+  for (Place place; tiles.next(place);) {
+    // Rows after the last one have the scales of that one, and are not stored. So have columns.
+    const float* rows[kRowsOfLane];
+#pragma unroll
+    for (int i = 0; i < kRowsOfLane; ++i) {
+      const int row = min(place.first_row + 32 * i + lane, place.end_row - 1);
+      rows[i] = reinterpret_cast<const float*>(of_rows + row * row_bytes);
+    }
+    const int half = lane % 2;
+    const int column =
+        (place.pair * kCluster + cluster_rank()) * params.step + half * params.second;
+    const int block = min(column / static_cast<int>(kScaledBlock), blocks - 1);
+    const float* const columns =
+        (half == 1 && gemm.up_scale != nullptr ? gemm.up_scale : gemm.scale) +
+        (int64_t{place.expert} * blocks + block) * scale_blocks(gemm.k);
+    const int steps = tiles.steps(place);
+    for (int step = 0; step < steps; ++step) {
+      await(&shared.empty[turn.stage], turn.parity ^ 1);
+      float* const to = shared.scales[turn.stage];
+#pragma unroll
+      for (int i = 0; i < kRowsOfLane; ++i) copy_number(&to[32 * i + lane], rows[i] + step);
+      if (lane < 2) copy_number(&to[kTile + lane], columns + step);
+      arrive_when_copied(&shared.full[turn.stage]);
+      turn.next();
+    }
+  }
+}
+
+// The stages of a group's half of a tile. A stage is a block of k: its products are added to the sums after their scales.
+class BlockMultiplier {
+ public:
+  __device__ BlockMultiplier(Shared& shared, int group) : shared_(shared), group_(group) {}
+
+  // Without rows of its own a group frees the stages.
+  __device__ void skip(int steps) {
+    for (int step = 0; step < steps; ++step) {
+      await(&shared_.full[turn_.stage], turn_.parity);
+      turn_.next();
+      release();
+    }
+  }
+
+  __device__ __forceinline__ void run(int steps, float (&sums)[kMmaSums]) {
+#pragma unroll
+    for (int i = 0; i < kMmaSums; ++i) sums[i] = 0.0f;
+    float even[kMmaSums];
+    float odd[kMmaSums];
+    int step = 0;
+    // Products are under way across no branch, or the compiler lets each one wait for the one before.
+    for (; step + 1 < steps; step += 2) {
+      begin(even);
+      begin(odd);
+      add<1>(even, sums);
+      add<0>(odd, sums);
+    }
+    if (step < steps) {
+      begin(even);
+      add<0>(even, sums);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void begin(float (&products)[kMmaSums]) {
+    await(&shared_.full[turn_.stage], turn_.parity);
+    const char* const stage = shared_.stages[turn_.stage];
+    const uint64_t a = operand(stage + group_ * kHalfBytes);
+    const uint64_t b = operand(stage + 2 * kHalfBytes);
+    begin_mma();
+#pragma unroll
+    for (int at = 0; at < kLine / 32; ++at) {
+      constexpr int kStep = 32 >> 4;
+      multiply<__nv_fp8_e4m3, 0, 0>(products, a + at * kStep, b + at * kStep, at > 0);
+    }
+    commit_mma();
+    turn_.next();
+  }
+
+  // Adds a stage's products, after which so many are under way.
+  template <int kLeft>
+  __device__ __forceinline__ void add(float (&products)[kMmaSums], float (&sums)[kMmaSums]) {
+    const float* const scales = shared_.scales[used_];
+    const int row = (static_cast<int>(threadIdx.x) - kGroup) / 32 * kWarpRows +
+                    static_cast<int>(threadIdx.x) % 32 / 4;
+    const float rows[2] = {scales[row], scales[row + 8]};
+    const float halves[2] = {scales[kTile], scales[kTile + 1]};
+    await_mma<kLeft>();
+    hold(products);
+    release();
+    const float upper[2] = {rows[0] * halves[0], rows[0] * halves[1]};
+    const float lower[2] = {rows[1] * halves[0], rows[1] * halves[1]};
+#pragma unroll
+    for (int i = 0; i < kMmaSums; i += 4) {
+      const int half = i / (kMmaSums / 2);
+      sums[i] += products[i] * upper[half];
+      sums[i + 1] += products[i + 1] * upper[half];
+      sums[i + 2] += products[i + 2] * lower[half];
+      sums[i + 3] += products[i + 3] * lower[half];
+    }
+  }
+
+  __device__ void release() {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (lane < kCluster) arrive_at(&shared_.empty[used_], lane);
+    __syncwarp();
+    used_ = used_ + 1 == kStages ? 0 : used_ + 1;
+  }
+
+  Shared& shared_;
+  const int group_;
+  Turn turn_;     // whose products begin next
+  int used_ = 0;  // the stage that is given back next
+};
+
+template <GroupedForm kForm>
+__device__ void consume_blocks(const KernelParams& params, Shared& shared) {
+  using T = __nv_fp8_e4m3;
+  const int group = static_cast<int>(threadIdx.x) / kGroup - 1;
+  const int warp = static_cast<int>(threadIdx.x) % kGroup / 32;
+  Epilogue<T, kForm, false> epilogue(params.gemm, params.step, params.second,
+                                     shared.staged[group * 4 + warp]);
+  BlockMultiplier multiplier(shared, group);
+  Tiles<T, kForm> tiles(params, shared);
+  for (Place place; tiles.next(place);) {
+    const int first_row = place.first_row + group * kHalf;
+    const int steps = tiles.steps(place);
+    if (first_row >= place.end_row) {
+      multiplier.skip(steps);
+      continue;
+    }
+    float sums[kMmaSums];
+    const int tile = place.pair * kCluster + cluster_rank();
+    const int own_row = first_row + warp * kWarpRows;
+    multiplier.run(steps, sums);
+    epilogue.store(sums, {place.expert, tile, own_row, min(place.end_row - own_row, kWarpRows)});
+  }
+}
+
 template <class T, GroupedForm kForm, bool kTurned>
 __device__ void consume(const KernelParams& params, Shared& shared) {
   const int group = static_cast<int>(threadIdx.x) / kGroup - 1;
   const int warp = static_cast<int>(threadIdx.x) % kGroup / 32;
-  Epilogue<T, kForm> epilogue(params.gemm, params.step, params.second,
-                              shared.staged[group * 4 + warp]);
+  constexpr bool kScales = std::is_same_v<T, __nv_fp8_e4m3>;
+  Epilogue<T, kForm, kScales> epilogue(params.gemm, params.step, params.second,
+                                       shared.staged[group * 4 + warp]);
   Multiplier<T, kForm, kTurned> multiplier(shared, group);
   Tiles<T, kForm> tiles(params, shared);
   if (group == 1) pass_turn(group);
@@ -324,7 +328,7 @@ __device__ void consume(const KernelParams& params, Shared& shared) {
 
 #endif
 
-template <class T, GroupedForm kForm, bool kTurned>
+template <class T, GroupedForm kForm, bool kTurned, bool kBlocks = false>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     grouped_gemm_kernel(const __grid_constant__ KernelParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -334,8 +338,8 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
       *reinterpret_cast<Shared*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&shared.full[stage], 1);
-      init_barrier(&shared.empty[stage], kCluster * kGroup / 32);
+      init_barrier(&shared.full[stage], kBlocks ? 1 + 32 : 1);
+      init_barrier(&shared.empty[stage], (kBlocks ? 2 : 1) * kCluster * kGroup / 32);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -345,10 +349,17 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
   if (threadIdx.x < kGroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == 0) produce<T, kForm, kTurned>(params, shared);
+    if constexpr (kBlocks) {
+      if (threadIdx.x / 32 == 1) bring_scales<kForm>(params, shared);
+    }
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    consume<T, kForm, kTurned>(params, shared);
+    if constexpr (kBlocks) {
+      consume_blocks<kForm>(params, shared);
+    } else {
+      consume<T, kForm, kTurned>(params, shared);
+    }
   }
   // A CTA stays until the other one stores nothing more in its memory.
   meet_cluster();
@@ -363,12 +374,17 @@ Kernel kernel_for(Element element) {
                                       : grouped_gemm_kernel<__nv_bfloat16, kForm, kTurned>;
 }
 
-Kernel kernel_of(Element element, GroupedForm form, bool turned, bool fp8 = false) {
-  if (fp8) {
-    return form == GroupedForm::kGate
-               ? grouped_gemm_kernel<__nv_fp8_e4m3, GroupedForm::kGate, false>
-               : grouped_gemm_kernel<__nv_fp8_e4m3, GroupedForm::kRows, false>;
+Kernel scaled_kernel(GroupedForm form, bool by_blocks) {
+  using T = __nv_fp8_e4m3;
+  if (form == GroupedForm::kGate) {
+    return by_blocks ? grouped_gemm_kernel<T, GroupedForm::kGate, false, true>
+                     : grouped_gemm_kernel<T, GroupedForm::kGate, false>;
   }
+  return by_blocks ? grouped_gemm_kernel<T, GroupedForm::kRows, false, true>
+                   : grouped_gemm_kernel<T, GroupedForm::kRows, false>;
+}
+
+Kernel kernel_of(Element element, GroupedForm form, bool turned) {
   switch (form) {
     case GroupedForm::kRows:
       return turned ? kernel_for<GroupedForm::kRows, true>(element)
@@ -415,7 +431,7 @@ class Maps {
 bool make_maps(KernelParams& params) {
   const GroupedGemmParams& gemm = params.gemm;
   const Maps maps(gemm);
-  const int64_t after = gemm.scale != nullptr ? kPackedBytes : 0;
+  const int64_t after = gemm.scale != nullptr ? scale_bytes(gemm.k, gemm.by_blocks) : 0;
   const void* const up = gemm.up_weight == nullptr ? gemm.weight : gemm.up_weight;
   const bool weights = gemm.form == GroupedForm::kWeights;
   const auto make_weight = [&](CUtensorMap& map, const void* weight) {
@@ -443,8 +459,10 @@ cudaError_t load_grouped_gemm_sm90() {
     }
   }
   for (const auto form : {GroupedForm::kRows, GroupedForm::kGate}) {
-    const cudaError_t error = set_memory(kernel_of(Element::kBFloat16, form, false, true));
-    if (error != cudaSuccess) return error;
+    for (const bool by_blocks : {false, true}) {
+      const cudaError_t error = set_memory(scaled_kernel(form, by_blocks));
+      if (error != cudaSuccess) return error;
+    }
   }
   return cudaSuccess;
 }
@@ -468,7 +486,8 @@ cudaError_t launch_grouped_gemm_sm90(const GroupedGemmParams& gemm, cudaStream_t
               : (gemm.rows + kTile - 1) / kTile + gate.experts * gemm.ranges_of_expert;
   const int64_t clusters =
       std::clamp<int64_t>(gemm.ctas / kCluster, 1, blocks * params.column_pairs);
-  const Kernel kernel = kernel_of(gate.element, gemm.form, gemm.turned, gemm.scale != nullptr);
+  const Kernel kernel = gemm.scale != nullptr ? scaled_kernel(gemm.form, gemm.by_blocks)
+                                              : kernel_of(gate.element, gemm.form, gemm.turned);
   kernel<<<static_cast<unsigned>(clusters * kCluster), kThreads, kSharedBytes, stream>>>(params);
   return cudaGetLastError();
 }

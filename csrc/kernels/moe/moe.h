@@ -114,17 +114,23 @@ struct PartsParams {
 
 cudaError_t find_parts(const PartsParams& params, cudaStream_t stream);
 
-// A packed row: `width` numbers in float8_e4m3fn, then kPackedBytes bytes, the first four of which are its float32 scale, the
-// largest absolute value divided by 448.
-constexpr int64_t kPackedBytes = 16;
+// A packed row: `width` numbers in float8_e4m3fn, then float32 scales, the largest absolute values divided by 448: one of the row or,
+// `by_blocks`, one of each kScaledBlock numbers. Zeros fill the last 16 bytes.
+constexpr int64_t kScaledBlock = 128;
+constexpr int64_t scale_blocks(int64_t numbers) {
+  return (numbers + kScaledBlock - 1) / kScaledBlock;
+}
+constexpr int64_t scale_bytes(int64_t width, bool by_blocks) {
+  return ((by_blocks ? scale_blocks(width) : 1) * 4 + 15) / 16 * 16;
+}
 
 struct PackParams {
-  Element element = Element::kBFloat16;
   int64_t rows = 0;
-  int64_t width = 0;             // a multiple of 16
-  const void* source = nullptr;  // [rows, width], of 16-byte alignment
+  int64_t width = 0;  // a multiple of 16
+  bool by_blocks = false;
+  const void* source = nullptr;  // bfloat16 [rows, width], of 16-byte alignment
   const int32_t* end = nullptr;  // rows from here on are not written; null: all are
-  void* output = nullptr;        // [rows, width + kPackedBytes]
+  void* output = nullptr;        // [rows, width + scale_bytes()]
 };
 
 cudaError_t pack_rows(const PackParams& params, cudaStream_t stream);

@@ -47,44 +47,71 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-// A warp takes a row, twice: for its largest number, and for all.
-template <class T, int kVector>
+// A warp takes a row, and each lane eight numbers at a time. With a scale of the row it takes the numbers twice: for the largest one, and
+// for all; with scales of blocks once.
+template <bool kBlocks>
 __global__ void __launch_bounds__(kMostThreads)
     pack_kernel(const __grid_constant__ PackParams params) {
+  using T = __nv_bfloat16;
+  constexpr int kVector = 8;
+  constexpr int kLanes = kBlocks ? kScaledBlock / kVector : 32;  // that share a scale
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (row >= (params.end != nullptr ? min(params.rows, int64_t{*params.end}) : params.rows)) {
     return;
   }
   const auto lane = static_cast<int>(threadIdx.x);
+  // All lanes take part in each turn; those after the row's end have zeros.
   const auto each = [&](const auto& body) {
 #pragma unroll 4
-    for (int64_t column = lane * kVector; column < params.width; column += 32 * kVector) {
-      body(column, load<T, kVector>(params.source, row * params.width + column));
+    for (int64_t first = 0; first < params.width; first += 32 * kVector) {
+      const int64_t column = first + lane * kVector;
+      Access<T, kVector> values = {};
+      if (column < params.width)
+        values = load<T, kVector>(params.source, row * params.width + column);
+      body(column, values);
     }
   };
-  float largest = 0.0f;
-  each([&](int64_t, const Access<T, kVector>& values) {
+  const auto largest_of = [](float largest, const Access<T, kVector>& values) {
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
-      largest = larger(largest, fabsf(static_cast<float>(to_float(values.element[e]))));
+      largest = larger(largest, fabsf(to_float(values.element[e])));
     }
-  });
-  for (int distance = 16; distance > 0; distance /= 2) {
-    largest = larger(largest, __shfl_xor_sync(~0u, largest, distance));
-  }
-  const float scale = scale_of(largest);
-  char* const output = static_cast<char*>(params.output) + row * (params.width + kPackedBytes);
-  each([&](int64_t column, const Access<T, kVector>& values) {
+    return largest;
+  };
+  const auto shared_scale = [](float largest) {
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      largest = larger(largest, __shfl_xor_sync(~0u, largest, distance));
+    }
+    return scale_of(largest);
+  };
+  char* const output =
+      static_cast<char*>(params.output) + row * (params.width + scale_bytes(params.width, kBlocks));
+  const auto cast = [&](int64_t column, const Access<T, kVector>& values, float scale) {
+    if (column >= params.width) return;
     Access<uint16_t, kVector / 2> packed;
 #pragma unroll
     for (int e = 0; e < kVector; e += 2) {
-      packed.element[e / 2] = to_fp8(static_cast<float>(to_float(values.element[e])),
-                                     static_cast<float>(to_float(values.element[e + 1])), scale);
+      packed.element[e / 2] =
+          to_fp8(to_float(values.element[e]), to_float(values.element[e + 1]), scale);
     }
     store(output, column / 2, packed);
-  });
-  if (lane == 0) {
-    *reinterpret_cast<float4*>(output + params.width) = make_float4(scale, 0.0f, 0.0f, 0.0f);
+  };
+  auto* const scales = reinterpret_cast<float*>(output + params.width);
+  const auto room = static_cast<int>(scale_bytes(params.width, kBlocks) / 4);
+  if constexpr (kBlocks) {
+    each([&](int64_t column, const Access<T, kVector>& values) {
+      const float scale = shared_scale(largest_of(0.0f, values));
+      cast(column, values, scale);
+      if (lane % kLanes == 0 && column < params.width) scales[column / kScaledBlock] = scale;
+    });
+    const auto blocks = static_cast<int>(scale_blocks(params.width));
+    if (lane < room - blocks) scales[blocks + lane] = 0.0f;
+  } else {
+    float largest = 0.0f;
+    each([&](int64_t, const Access<T, kVector>& values) { largest = largest_of(largest, values); });
+    const float scale = shared_scale(largest);
+    each([&](int64_t column, const Access<T, kVector>& values) { cast(column, values, scale); });
+    if (lane < room) scales[lane] = lane == 0 ? scale : 0.0f;
   }
 }
 
@@ -219,12 +246,12 @@ cudaError_t gather_rows(const RowsParams& params, cudaStream_t stream) {
 }
 
 cudaError_t pack_rows(const PackParams& params, cudaStream_t stream) {
-  return by_element(params.element, params.rows, params.width, [&](auto type) {
-    using T = decltype(type);
+  if (params.rows > 0 && params.width > 0) {
     const dim3 threads(32, kMostThreads / 32);
-    pack_kernel<T, 16 / sizeof(T)>
-        <<<blocks_of_rows(params.rows, threads.y), threads, 0, stream>>>(params);
-  });
+    const auto kernel = params.by_blocks ? pack_kernel<true> : pack_kernel<false>;
+    kernel<<<blocks_of_rows(params.rows, threads.y), threads, 0, stream>>>(params);
+  }
+  return cudaGetLastError();
 }
 
 cudaError_t find_parts(const PartsParams& params, cudaStream_t stream) {
