@@ -10,6 +10,7 @@ import torch
 from overlap_torch._moe import ops
 from overlap_torch._moe.activation import Gate
 from overlap_torch._ops.fakes import DTYPES
+from overlap_torch._ops.gradients import refuse_tangents
 from overlap_torch._ops.group import place_of, reaches
 from overlap_torch._ops.nested import check_tensors
 
@@ -45,6 +46,7 @@ def experts_of_ranks(num_experts: int | Sequence[int], ranks: int) -> list[int]:
 
 def check_tokens(what: str, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
     check_tensors(what, x=x, topk_ids=topk_ids)
+    refuse_tangents(what, x)
     if x.dtype not in DTYPES:
         raise TypeError(f"{what} takes x in {named(DTYPES)}, but it is {x.dtype}")
     if topk_ids.dtype not in (torch.int32, torch.int64):
@@ -68,6 +70,7 @@ def check_shares(
             f"{what} takes topk_weights of the shape of topk_ids, {tuple(shape)}, on {like.device}, but they are "
             f"{tuple(weights.shape)} on {weights.device}"
         )
+    refuse_tangents(what, weights)
     if weights.dtype not in DTYPES:
         raise TypeError(
             f"{what} takes topk_weights in {named(DTYPES)}, but they are {weights.dtype}"
@@ -169,6 +172,7 @@ def check_experts(
     for name, tensor, shape, wanted in expected:
         if tensor is None:
             continue
+        refuse_tangents("moe", tensor)
         if tuple(tensor.shape) != shape or tensor.device != x.device:
             raise ValueError(
                 f"moe takes {name} of shape {shape} on {x.device} for this rank's {own} experts, x [..., {width}] and down "

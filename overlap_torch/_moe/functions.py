@@ -32,6 +32,7 @@ from overlap_torch._moe.products import gate_fits
 from overlap_torch._ops.composition import accumulated
 from overlap_torch._ops.eager import is_seen
 from overlap_torch._ops.fakes import DTYPES
+from overlap_torch._ops.gradients import refuse_tangents
 from overlap_torch._ops.group import Group, group_name, place_of
 from overlap_torch._ops.nested import check_tensors
 
@@ -140,6 +141,7 @@ def moe_combine(
         RuntimeError: as :func:`moe_dispatch`.
     """
     rows = route.routes[3].shape[0]
+    refuse_tangents("moe_combine", results)
     if results.dim() != 2 or results.shape[0] != rows:
         raise ValueError(
             f"moe_combine takes results [R, D] with the dispatch's R = {rows} rows, but their shape is {tuple(results.shape)}"
@@ -233,6 +235,7 @@ def moe(
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`moe_dispatch`, and for weights, biases or options that do not fit.
+        NotImplementedError: an operand has a tangent (forward mode); the two halves raise it, too.
     """
     name = group_name(group)
     gate = Gate(activation) if isinstance(activation, str) else activation

@@ -79,15 +79,22 @@ def of_each(with_bias: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any]
     return list(values[:count]), [next(given) if has_one else None for has_one in with_bias]
 
 
-def needs_recording(op: str, *operands: torch.Tensor | None) -> bool:
-    """True if a kernel has to record the call; raises NotImplementedError if an operand has a tangent."""
-    dtensor.make_ops_known()
+def refuse_tangents(op: str, *operands: torch.Tensor | None) -> None:
+    """Raises NotImplementedError if an operand has a tangent."""
+    if forward_ad._current_level < 0:
+        return
     for operand in operands:
         if operand is not None and forward_ad.unpack_dual(operand).tangent is not None:
             raise NotImplementedError(
                 f"{op} has reverse-mode gradients only, but an operand has a tangent (forward_ad, "
                 "torch.func.jvp): differentiate with backward() or torch.autograd.grad, or detach the operand"
             )
+
+
+def needs_recording(op: str, *operands: torch.Tensor | None) -> bool:
+    """True if a kernel has to record the call; raises NotImplementedError if an operand has a tangent."""
+    dtensor.make_ops_known()
+    refuse_tangents(op, *operands)
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -399,3 +400,25 @@ def test_moe_layer_under_fsdp_and_checkpointing(failures: Failures) -> None:
 def single_rank_group() -> dist.ProcessGroup:
     groups = [subgroup((rank,)) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]
+
+
+@pytest.mark.ranks((1, "gloo"))
+def test_moe_refuses_tangents(failures: Failures) -> None:
+    """In forward mode, of every operand; none is left out in silence."""
+    x, ids, shares, *weights = operands(False)
+
+    def halves(x, ids, shares):
+        rows, route = overlap_torch.moe_dispatch(x, ids, num_experts=weights[0].shape[0])
+        return overlap_torch.moe_combine(rows, route, shares)
+
+    for call, given in (
+        (overlap_torch.moe, [x, ids, shares, *weights]),
+        (halves, [x, ids, shares]),
+    ):
+        for place, tensor in enumerate(given):
+            if tensor.dtype == torch.int64:
+                continue
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
+                operands_with_one = [*given[:place], dual, *given[place + 1 :]]
+                failures.raises("has a tangent", call, *operands_with_one)
