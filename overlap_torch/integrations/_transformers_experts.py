@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.activations import ACT2FN
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.integrations.moe import _default_apply_gate
 
 from overlap_torch._layers.sharding import GatherParts, TakePart, place_in, shard_range
@@ -33,6 +34,8 @@ def _gate_of(experts: torch.nn.Module) -> Gate | None:
     kind = type(experts)
     if hasattr(experts, "act_fn") and not isinstance(experts.act_fn, _SILU):
         return None
+    if isinstance(experts, FP8Experts):
+        return _fp8_gate_of(experts)
     if getattr(kind, "_apply_gate", None) is _default_apply_gate:
         return Gate() if hasattr(experts, "act_fn") and experts.is_concatenated else None
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("transformers.models.")
@@ -44,11 +47,33 @@ def _gate_of(experts: torch.nn.Module) -> Gate | None:
     return Gate("silu", getattr(experts, alpha) if alpha else 1.0, limit, offset) if known else None
 
 
+def _fp8_gate_of(experts: FP8Experts) -> Gate | None:
+    """The same of fp8 experts, if `moe` takes their scales: of blocks of 128, and of the numbers that each call casts."""
+    width, inner = experts.hidden_dim, experts.intermediate_dim
+    scales = (experts.gate_up_proj_scale_inv, experts.down_proj_scale_inv)
+    blocks = ((-(-2 * inner // 128), -(-width // 128)), (-(-width // 128), -(-inner // 128)))
+    takes = (
+        experts.gate_up_proj.dtype == torch.float8_e4m3fn
+        and experts.activation_scheme == "dynamic"
+        and tuple(experts.block_size or ()) == (128, 128)
+        and all(each.dtype == torch.float32 for each in scales)
+        and tuple(tuple(each.shape[1:]) for each in scales) == blocks
+        and width % 16 == inner % 16 == 0
+        and experts.gate_softcap is None
+    )
+    if not takes:
+        return None
+    if experts.swiglu_alpha is not None:
+        return Gate("silu", experts.swiglu_alpha, experts.swiglu_limit, 1.0)
+    return Gate() if experts.limit is None else Gate("silu", 1.0, experts.limit, 0.0)
+
+
 class OverlapEP(EPImplementation):
     """Sends tokens to their experts' ranks and back, a token once to a rank. Ranks of a TP group hold the same tokens, and
     each sends a part.
 
-    Experts with a SiLU, and those of :data:`GATES`, run as :func:`overlap_torch.moe`; others run their own forward.
+    Experts with a SiLU, and those of :data:`GATES`, run as :func:`overlap_torch.moe`; so do ``FP8Experts`` of bfloat16 tokens without
+    gradients. Others run their own forward.
     """
 
     def __init__(self, experts, ep_mesh, tp_mesh) -> None:
@@ -74,8 +99,20 @@ class OverlapEP(EPImplementation):
         group = self.ep_mesh.get_group()
         counted = self.num_local_experts * self.ep_mesh.size()
         implementation = getattr(self.experts.config, "_experts_implementation", None)
-        if self.gate is not None and implementation in ("eager", "grouped_mm", "batched_mm"):
-            own, weights_of = self.experts, (self.experts.gate_up_proj, self.experts.down_proj)
+        own, takes, scales = (
+            self.experts,
+            implementation in ("eager", "grouped_mm", "batched_mm"),
+            {},
+        )
+        if isinstance(own, FP8Experts):
+            takes = (takes or implementation == "deepgemm") and not torch.is_grad_enabled()
+            takes = takes and hidden.dtype == torch.bfloat16
+            scales = {
+                "scale_gate_up": own.gate_up_proj_scale_inv,
+                "scale_down": own.down_proj_scale_inv,
+            }
+        if self.gate is not None and takes:
+            weights_of = (own.gate_up_proj, own.down_proj)
             if own.is_transposed:
                 weights_of = (weight.transpose(1, 2) for weight in weights_of)
             return moe(
@@ -89,6 +126,7 @@ class OverlapEP(EPImplementation):
                 activation=self.gate,
                 interleaved=not own.is_concatenated,
                 group=group,
+                **scales,
             )
         rows, route = moe_dispatch(hidden, ids, num_experts=counted, group=group)
         numbers = torch.arange(rows.shape[0], device=rows.device)

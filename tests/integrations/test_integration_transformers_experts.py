@@ -151,3 +151,61 @@ def test_transformers_experts_go_with_the_last_handle():
             assert "overlap" in EPImplementationInterface()
         assert "overlap" in EPImplementationInterface()
     assert "overlap" not in EPImplementationInterface()
+
+
+def fp8_linear(self, input, weight, scale, activation_scale=None):
+    """The layer's own product, which needs a GPU: each 128 numbers cast with a scale of their own, in float64."""
+    left, width = input.double().clone(), input.shape[1]
+    for first in range(0, width, 128):
+        part = left[:, first : first + 128]
+        own = part.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
+        part.copy_((part.float() / own).to(torch.float8_e4m3fn).double() * own.double())
+    of_rows = scale.repeat_interleave(128, 0)[: weight.shape[0]]
+    right = weight.double() * of_rows.repeat_interleave(128, 1)[:, :width].double()
+    return (left @ right.t()).to(input.dtype)
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
+def test_transformers_fp8_experts_are_transformers(failures: Failures) -> None:
+    """Experts as an fp8 checkpoint has them: the class's own forward, with casts of 128 numbers; with gradients it keeps that."""
+    from transformers.integrations import finegrained_fp8
+    from transformers.integrations.moe import use_experts_implementation
+
+    class Experts(finegrained_fp8.FP8Experts):
+        linear = fp8_linear
+
+    use_experts_implementation(Experts, experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS)
+    experts = integration._experts()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("ep", "tp"))
+    sizes = {"hidden_size": 272, "moe_intermediate_size": 192, "num_experts": 4}
+    usual = {"hidden_act": "silu", "_experts_implementation": "eager"}
+    for limits in ({}, {"swiglu_limit": 0.3}, {"swiglu_limit": 0.3, "swiglu_alpha": 1.7}):
+        config = SimpleNamespace(**sizes, **usual, **limits)
+        torch.manual_seed(0)
+        whole, part = (Experts(config, block_size=(128, 128)) for _ in range(2))
+        for key, parameter in whole.named_parameters():
+            drawn = (
+                torch.rand(parameter.shape) / 16 if "scale" in key else torch.randn(parameter.shape)
+            )
+            parameter.data.copy_(drawn)
+            own = parameter.detach().chunk(ranks)[rank].clone()
+            setattr(part, key, torch.nn.Parameter(own, requires_grad=False))
+        part.num_experts = 4 // ranks
+        torch.manual_seed(1 + rank)
+        x, shares = torch.randn(7 + rank, 272).bfloat16(), torch.rand(7 + rank, 2)
+        ids = torch.rand(7 + rank, 4).topk(2).indices
+        ours = experts.OverlapEP(part, mesh["ep"], mesh["tp"])
+        for recorded in (False, True):
+            with (
+                torch.set_grad_enabled(recorded),
+                mock.patch.object(experts, "moe", wraps=overlap_torch.moe) as moe,
+            ):
+                right, mine = whole(x, ids, shares), ours(x, ids, shares)
+            failures.equal(moe.called, not recorded, limits, recorded)
+            off = ((mine - right).float().norm() / right.float().norm()).item()
+            # The class rounds gate and product apart, so that a few casts differ; without a cast 0.026 and more are off.
+            failures.expect(None if off < 0.022 else f"off by {off}", limits, recorded)
+
+    static = Experts(config, block_size=(128, 128), activation_scheme="static")
+    failures.equal(experts.OverlapEP(static, mesh["ep"], mesh["tp"]).gate, None, "static scales")

@@ -15,6 +15,8 @@ import overlap_torch
 import rank_pool
 from checks import Failures
 from operands import poison, rank_device
+from overlap_torch._moe.scaled import block_quantized
+from overlap_torch._ops.composition import quantized
 from peer_races import come_late, so_many_calls, wrong_elements
 from tests.peers.test_faults import GROUP_TIMEOUT_S, MARGIN_S, until_error
 
@@ -31,7 +33,9 @@ class Form:
     sum_order: str = "choices"
     dtype: torch.dtype = torch.bfloat16
     ids: str = "any"
-    experts: str = "double"  # or two products each, with gradients or without
+    experts: str = (
+        "double"  # or two products each, with gradients or without, or of fp8 weights by a recipe
+    )
     carrier: str = "peer"  # of the products; or "copies"
 
     def draw(self, seed: int) -> list[torch.Tensor]:
@@ -56,7 +60,7 @@ class Form:
     def call(self, transport: str, x, ids, shares, grad) -> list[torch.Tensor]:
         """The output, and the gradients of tokens and shares."""
         limits = self.limits() if transport == "peer" else {}
-        if self.experts == "products without gradients":
+        if self.experts in ("products without gradients", "rowwise", "blockwise"):
             with torch.no_grad():
                 return [self.products(x, ids, shares, transport, limits)]
         x, shares = (tensor.detach().requires_grad_() for tensor in (x, shares))
@@ -78,14 +82,28 @@ class Form:
     @functools.lru_cache  # noqa: B019, a form is one of few; nothing is drawn in a capture
     def weights(self, device: torch.device) -> list[torch.Tensor]:
         made = torch.Generator(device).manual_seed(dist.get_rank())
-        shapes = ((2 * 72, self.width), (self.width, 72))
+        fp8 = self.experts in ("rowwise", "blockwise")
+        inner = 128 if fp8 else 72
+        shapes = ((2 * inner, self.width), (self.width, inner))
         drawn = [torch.randn(EXPERTS, *of, generator=made, device=device) for of in shapes]
+        if fp8:
+            cast = block_quantized if self.experts == "blockwise" else row_quantized
+            return [part for tensor in drawn for part in cast(tensor)]
         return [tensor.to(self.dtype) for tensor in drawn]
 
     def products(self, x, ids, shares, transport: str, limits: dict[str, int]) -> torch.Tensor:
         transport = self.carrier if transport == "peer" else transport
         how = {"sum_order": self.sum_order, "transport": transport, **limits}
-        return overlap_torch.moe(x, ids, shares, *self.weights(x.device), **how)
+        weights = self.weights(x.device)
+        if len(weights) > 2:
+            how |= {"scale_gate_up": weights[1], "scale_down": weights[3]}
+            weights = weights[::2]
+        return overlap_torch.moe(x, ids, shares, *weights, **how)
+
+
+def row_quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scales = quantized(weight, weight.shape[-1])
+    return values, scales[..., 0]
 
 
 ROOM = 2 * 4 * 300 * CHOICES  # rows for any routing
@@ -110,6 +128,9 @@ FORMS = [
         carrier="copies",
     ),
     Form(ids="first rank", width=64, experts="products", sum_order="ranks", carrier="copies"),
+    Form(width=272, experts="rowwise"),
+    Form(width=144, experts="blockwise", max_rows=ROOM),
+    Form(ids="first rank", width=528, experts="blockwise", sum_order="ranks"),
 ]
 
 
@@ -145,16 +166,18 @@ def test_peer_rows_race(failures: Failures, calls: int) -> None:
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 @pytest.mark.peers
 def test_peer_rows_in_graphs(failures: Failures) -> None:
-    """Graphs of two sizes are replayed by turns, with plain calls between, by ranks that come late."""
+    """Graphs of several sizes are replayed by turns, with plain calls between, by ranks that come late."""
     graph = Form(max_rows=ROOM, width=64, experts="products without gradients", carrier="copies")
-    forms = [graph, Form(most=33, max_rows=600, sum_order="ranks"), Form(width=64)]
+    fp8 = Form(most=200, max_rows=ROOM, width=144, experts="blockwise")
+    forms = [graph, Form(most=33, max_rows=600, sum_order="ranks"), fp8, Form(width=64)]
+    plain = len(forms) - 1
     operands = [[form.draw(seed) for seed in (0, 2, 3)] for form in forms]
     rights = [
         [form.call("nccl", *drawn) for drawn in own]
         for form, own in zip(forms, operands, strict=True)
     ]
     graphs, given, outputs = [], [], []
-    for form, own in zip(forms[:2], operands, strict=False):
+    for form, own in zip(forms[:plain], operands, strict=False):
         given.append([tensor.clone() for tensor in own[0]])
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -166,8 +189,8 @@ def test_peer_rows_in_graphs(failures: Failures) -> None:
             outputs.append(form.call("peer", *given[-1]))
     order, chance = random.Random(0), random.Random(1 + dist.get_rank())
     for turn in range(60):
-        kind, seed = order.randrange(3), order.randrange(3)
-        if kind < 2:
+        kind, seed = order.randrange(len(forms)), order.randrange(3)
+        if kind < plain:
             for tensor, new in zip(given[kind], operands[kind][seed], strict=True):
                 tensor.copy_(new)
             for output in outputs[kind]:
@@ -175,7 +198,7 @@ def test_peer_rows_in_graphs(failures: Failures) -> None:
             graphs[kind].replay()
             found = outputs[kind]
         else:
-            found = forms[2].call("peer", *operands[2][seed])
+            found = forms[plain].call("peer", *operands[plain][seed])
         count = wrong_elements(found, rights[kind][seed])
         come_late(chance)
         failures.expect(f"{count} wrong" if count.item() else None, turn, kind, seed)
