@@ -159,7 +159,10 @@ def model_of(name: str, block: Block, sequences: int, args: argparse.Namespace) 
 
 
 def _check_fused(name: str, model: nn.Module, args: argparse.Namespace) -> None:
-    """Raises RuntimeError unless both norms of each layer follow their all-reduces in one op where the variant says so."""
+    """Raises RuntimeError unless both norms of each layer follow their all-reduces in one op where the variant says so. One rank
+    has no all-reduces: its times are the bound of ranks whose communication costs nothing."""
+    if dist.get_world_size() == 1:
+        return
     if name == "compiled, pass":
         found = overlap_torch.inductor.report(clear=True)
         fused = sum(row["op"] == "gemm_allreduce_rmsnorm" for row in found)
