@@ -51,6 +51,7 @@ class Peers {
   // The same of a product in stripes, whose parts are exactly so large. Each size has memory of its own, which is kept.
   void reserve_stripes(int64_t part_bytes);
   bool has_stripes(int64_t part_bytes) const { return stripes_.contains(part_bytes); }
+  size_t stripe_sizes() const { return stripes_.size(); }
   const StripedMemory& stripes(int64_t part_bytes) const { return *stripes_.at(part_bytes); }
 
   // One call's slot. Every rank makes the same calls, and captures the same, in the same order.
