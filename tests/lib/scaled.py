@@ -10,17 +10,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import ScalingType
 
+import ops
 import overlap_torch
 from checks import Failures
 from operands import difference, rank_device
-from ops import operator_of, tensors_of
+from ops import Arguments, operator_of, tensors_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
@@ -249,62 +250,34 @@ class Overload:
         return getattr(overlap_torch, self.name.partition(".")[0])(**keywords, group=group)
 
 
-def _product(case: Case, call: Call, weight: int = 0) -> torch.Tensor:
-    input = (
-        call.input.reshape(-1, case.k)
-        if case.k
-        else call.input.double().new_zeros(math.prod(call.input.shape[:-1]), 0)
-    )
-    return (
-        dequantised(input, call.scale_input, case.recipe, "input")
-        @ dequantised(call.weights[weight], call.scale_weights[weight], case.recipe, "weight").t()
-    )
-
-
-def _exact(parts: Sequence[torch.Tensor], output: torch.dtype) -> torch.Tensor:
-    magnitude = sum(part.abs() for part in parts)
-    assert magnitude.numel() == 0 or magnitude.max() <= LIMIT[output], (
-        "data not exact in their dtype"
-    )
-    return sum(parts)
+def meant(case: Case, op: str, call: Call) -> Arguments:
+    """The call's arguments of the op without scales: what its operands stand for, in float64."""
+    rows = call.input.reshape(math.prod(call.input.shape[:-1]), case.k)
+    input = dequantised(rows, call.scale_input, case.recipe, "input").view(call.input.shape)
+    weights = [
+        dequantised(*pair, case.recipe, "weight")
+        for pair in zip(call.weights, call.scale_weights, strict=True)
+    ]
+    biases = [None if bias is None else bias.double() for bias in call.biases]
+    counts = [call.send_rows, call.recv_rows] if op == "gemm_alltoall" else []
+    several = slice(None) if op == "weights" else 0
+    return [input, weights[several], *counts, biases[several]]
 
 
 def expected(case: Case, op: str, calls: Sequence[Call], rank: int) -> list[torch.Tensor]:
-    """This rank's results, from all ranks' calls."""
-    own, world, out = calls[rank], len(calls), case.output
-    inner = own.input.shape[1:-1]
-
-    def with_bias(total: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return _exact([total] if bias is None else [total, bias.double()], out)
-
-    if op in OPS[:2]:
-        total = with_bias(_exact([_product(case, call) for call in calls], out), own.biases[0])
-        total = total.view(*own.input.shape[:-1], case.n)
-        if op == "gemm_reducescatter":
-            total = total.chunk(world)[rank] if total.shape[0] else total
-        return [total.to(out)]
-    if op == "gemm_alltoall":
-        parts = []
-        for call in calls:
-            rows = with_bias(_product(case, call), call.biases[0])
-            rows = rows.view(call.input.shape[0], *inner, case.n)
-            parts.append(rows.split(call.send_rows)[rank])
-        return [torch.cat(parts).to(out)]
-    d0 = own.input.shape[0] * world
-    results = []
-    for i, (weight, bias) in enumerate(zip(own.weights, own.biases, strict=True)):
-        rows = [
-            _product(case, replace(call, weights=own.weights, scale_weights=own.scale_weights), i)
-            for call in calls
-        ]
-        results.append(with_bias(torch.cat(rows), bias).view(d0, *inner, weight.shape[0]).to(out))
+    """This rank's results, from all ranks' calls; a gather has the operands and scales as they are, too."""
+    plain = ops.OPS["allgather_gemm.weights" if op == "weights" else op]
+    results = plain.meaning([meant(case, op, call) for call in calls], LIMIT[case.output])[rank]
+    if op not in ("allgather_gemm", "weights"):
+        return [result.to(case.output) for result in results]
+    *results, _ = (result.to(case.output) for result in results)
     results.append(torch.cat([call.input.view(torch.uint8) for call in calls]).view(case.pair[0]))
-    scales = [call.scale_input for call in calls[: 1 if case.shared else world]]
+    scales = [call.scale_input for call in calls[: 1 if case.shared else len(calls)]]
     gathered = torch.cat(scales)
     if case.recipe == "tensor" or (case.layout == "vectors" and case.recipe == "row"):
         gathered = gathered.flatten()
     elif case.layout == "leading":
-        gathered = gathered.view(d0, *inner, gathered.shape[-1])
+        gathered = gathered.view(*results[-1].shape[:-1], gathered.shape[-1])
     return [*results, gathered]
 
 
