@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import operator
@@ -122,10 +123,38 @@ class QuantConfig:
         return Quantized()
 
 
+QUANTIZED = {"quant_config": QuantConfig()}
+
+
+class StandIn(nn.Module):
+    """As both frameworks' RowParallelLinear, with what a layer of theirs has; ``ranks`` is its rank and the number of ranks."""
+
+    def __init__(self, ranks: tuple[int, int], input_size: int, output_size: int, **given) -> None:
+        super().__init__()
+        self.tp_rank, self.tp_size = ranks
+        self.input_size, self.output_size = input_size, output_size
+        self.input_size_per_partition = input_size // self.tp_size
+        self.input_is_parallel = given.get("input_is_parallel", True)
+        self.skip_bias_add = given.get("skip_bias_add", False)
+        self.reduce_results = given.get("reduce_results", True)
+        self.quant_method = Quantized() if "quant_config" in given else Unquantized()
+        self.quant_method.create_weights(self, self.input_size_per_partition, [output_size])
+        bias = integers(output_size, seed=2) if given.get("bias", True) else None
+        self.bias = None if bias is None else Weight(bias, requires_grad=False)
+        self.left = self.bias if self.skip_bias_add else None
+
+    def product(self, input_: torch.Tensor, pad_to: int = 1) -> torch.Tensor:
+        """This rank's term of the sum, its rows padded to a multiple of ``pad_to``."""
+        part = input_ if self.input_is_parallel else my_features(input_).contiguous()
+        part = functional.pad(part, (0, 0, 0, -part.shape[0] % pad_to))
+        fused = self.bias if self.tp_rank == 0 and not self.skip_bias_add else None
+        return self.quant_method.apply(self, part, fused)
+
+
 # --- vLLM -----------------------------------------------------------------------------------------------------
 
 
-class VllmLinear(nn.Module):
+class VllmLinear(StandIn):
     """Stands in for vLLM's RowParallelLinear: what is registered under its name is made in its place."""
 
     registry: dict[str, type] = {}
@@ -139,43 +168,17 @@ class VllmLinear(nn.Module):
         cls.registry[cls.__name__] = layer
         return layer
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        input_is_parallel: bool = True,
-        skip_bias_add: bool = False,
-        params_dtype: torch.dtype | None = None,
-        reduce_results: bool = True,
-        quant_config: QuantConfig | None = None,
-        prefix: str = "",
-        *,
-        return_bias: bool = True,
-        disable_tp: bool = False,
-    ) -> None:
-        super().__init__()
+    def __init__(self, *sizes: int, return_bias=True, disable_tp=False, **given: Any) -> None:
         group = Group()
-        self.tp_rank, self.tp_size = (
-            (0, 1) if disable_tp else (group.rank_in_group, group.world_size)
-        )
-        self.input_size, self.output_size = input_size, output_size
-        self.input_size_per_partition = input_size // self.tp_size
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self.reduce_results, self.return_bias = reduce_results, return_bias
-        self.quant_method = Quantized() if quant_config else Unquantized()
-        self.quant_method.create_weights(self, self.input_size_per_partition, [output_size])
-        self.bias = Weight(integers(output_size, seed=2), requires_grad=False) if bias else None
+        ranks = (0, 1) if disable_tp else (group.rank_in_group, group.world_size)
+        super().__init__(ranks, *sizes, **given)
+        self.return_bias = return_bias
 
     def forward(self, input_):
-        part = input_ if self.input_is_parallel else my_features(input_).contiguous()
-        fused = self.bias if self.tp_rank == 0 and not self.skip_bias_add else None
-        output = self.quant_method.apply(self, part, fused)
+        output = self.product(input_)
         if self.reduce_results and self.tp_size > 1:
             output = Group().all_reduce(output)
-        if not self.return_bias:
-            return output
-        return output, self.bias if self.skip_bias_add else None
+        return (output, self.left) if self.return_bias else output
 
 
 def module(name: str, **members: Any) -> ModuleType:
@@ -227,7 +230,7 @@ def check_row_parallel(failures: Failures, base, sees: str, *where) -> None:
         ({"input_is_parallel": False}, True, product + bias),
         ({"skip_bias_add": True}, True, product),
         ({"return_bias": False}, True, product + bias),
-        ({"quant_config": QuantConfig()}, False, product + bias),
+        (QUANTIZED, False, product + bias),
         ({"reduce_results": False, "bias": False}, False, None),
     ]
     for options, ours, right in kinds:
@@ -342,48 +345,31 @@ def sglang_names(context: Context) -> dict[str, Any]:
     }
 
 
-class SglangLinear(nn.Module):
+class SglangLinear(StandIn):
     """Stands in for SGLang's RowParallelLinear."""
 
     context: Context
 
-    def __init__(self, input_size: int, output_size: int, *, bias=True, **options: Any) -> None:
-        super().__init__()
+    def __init__(
+        self, *sizes: int, attention=False, use_dp_attention_reduce=False, **given
+    ) -> None:
         parallel = self.context.parallel
-        self.tp_group = parallel.attn_tp_group if options.get("attention") else parallel.tp_group
-        self.input_size, self.output_size = input_size, output_size
-        self.input_size_per_partition = input_size // self.tp_group.world_size
-        self.input_is_parallel = options.get("input_is_parallel", True)
-        self.skip_bias_add = options.get("skip_bias_add", False)
-        self.reduce_results = options.get("reduce_results", True)
-        self.use_dp_attention_reduce = options.get("use_dp_attention_reduce", False)
-        self.use_decode_attn_tp = False
-        self.quant_method = Quantized() if options.get("quantized") else Unquantized()
-        self.quant_method.create_weights(self, self.input_size_per_partition, [output_size])
-        self.bias = Weight(integers(output_size, seed=2), requires_grad=False) if bias else None
+        self.tp_group = parallel.attn_tp_group if attention else parallel.tp_group
+        super().__init__((self.tp_group.rank_in_group, self.tp_group.world_size), *sizes, **given)
+        self.use_dp_attention_reduce, self.use_decode_attn_tp = use_dp_attention_reduce, False
 
     def forward(self, input_, skip_all_reduce=False, forward_batch=None, output_tensor=None):
-        names = sglang_names(self.context)
-        part = input_ if self.input_is_parallel else my_features(input_).contiguous()
-        rank = self.tp_group.rank_in_group
-        fused = self.bias if rank == 0 and not self.skip_bias_add else None
-        left = self.bias if self.skip_bias_add else None
-        group = self.context.parallel.tp_group
+        names, group = sglang_names(self.context), self.context.parallel.tp_group
         if names["get_forward"]().sp_active and not skip_all_reduce:
-            ranks = group.world_size
-            padded = functional.pad(part, (0, 0, 0, -part.shape[0] % ranks))
-            whole = self.quant_method.apply(self, padded, fused)
-            output = whole.new_empty((whole.shape[0] // ranks, whole.shape[1]))
+            whole = self.product(input_, pad_to=group.world_size)
+            output = whole.new_empty((whole.shape[0] // group.world_size, whole.shape[1]))
             group.reduce_scatter_tensor(output.as_subclass(torch.Tensor), whole)
-            return output, left
-        output = self.quant_method.apply(self, part, fused)
-        if (
-            self.reduce_results
-            and not skip_all_reduce
-            and not names["should_skip_mlp_all_reduce"]()
-        ):
+            return output, self.left
+        output = self.product(input_)
+        reduced = skip_all_reduce or names["should_skip_mlp_all_reduce"]()
+        if self.reduce_results and not reduced:
             output = group.all_reduce(output)
-        return output, left
+        return output, self.left
 
 
 class Hooks:
@@ -410,7 +396,7 @@ def check_sglang_layers(failures: Failures, base: type, forward, context: Contex
         ({"bias": False}, {}, {}, reduced),
         ({"skip_bias_add": True}, {}, {}, reduced),
         ({"input_is_parallel": False}, {}, {}, reduced),
-        ({"quantized": True}, {}, {}, []),
+        (QUANTIZED, {}, {}, []),
         ({"reduce_results": False}, {}, {}, []),
         ({"use_dp_attention_reduce": True}, {}, {}, []),
         ({"attention": True}, {}, {}, []),
@@ -419,13 +405,13 @@ def check_sglang_layers(failures: Failures, base: type, forward, context: Contex
         ({}, {}, {"forward.sp_active": True}, scattered),
         ({"reduce_results": False}, {}, {"forward.sp_active": True}, scattered),
         ({}, {"skip_all_reduce": True}, {"forward.sp_active": True}, []),
-        ({"quantized": True}, {}, {"forward.sp_active": True}, []),
+        (QUANTIZED, {}, {"forward.sp_active": True}, []),
         ({}, {"forward_batch": decode}, quantized, reduced),
         ({}, {"forward_batch": extend}, {}, reduced),
         ({}, {}, deterministic, ["gemm_allreduce batch"]),
         ({"input_is_parallel": False}, {}, deterministic, ["gemm_allreduce batch"]),
         ({}, {}, {"forward.sp_active": True, **deterministic}, ["gemm_reducescatter batch"]),
-        ({"quantized": True}, {}, deterministic, []),
+        (QUANTIZED, {}, deterministic, []),
         ({"reduce_results": False}, {}, deterministic, []),
     ]
     for options, keywords, settings, expected in cases:
@@ -559,42 +545,49 @@ def source_of(archive: zipfile.ZipFile, path: str, name: str) -> str:
     return "from __future__ import annotations\n" + ast.unparse(found)
 
 
-def check_vllms_own(failures: Failures, sources: list[str]) -> None:
-    """vLLM's PluggableLayer, LinearBase and RowParallelLinear, with ours in its place and without."""
-    group = Group()
-    registry: dict[str, type] = {}
-    quantization = "vllm.model_executor.layers.quantization.online.fp8"
-    names = {
+def linear_names(group: Group) -> dict[str, Any]:
+    """The names that both frameworks' modules of linear layers import."""
+    return {
         "torch": torch,
-        "nn": nn,
         "Parameter": nn.Parameter,
-        "op_registry": {},
-        "op_registry_oot": registry,
-        "logger": mock.Mock(),
-        "UnquantizedLinearMethod": Unquantized,
-        "BasevLLMParameter": type("NoParameter", (), {}),
         "WEIGHT_LOADER_V2_SUPPORTED": [],
-        "divide": lambda a, b: a // b,
-        "resolve_quant_method": lambda config, layer, prefix: Quantized(),
+        "divide": operator.floordiv,
         "set_weight_attrs": lambda *arguments: None,
-        "get_tensor_model_parallel_rank": lambda: group.rank_in_group,
-        "get_tensor_model_parallel_world_size": lambda: group.world_size,
         "tensor_model_parallel_all_reduce": group.all_reduce,
         "split_tensor_along_last_dim": lambda tensor, num_partitions: tensor.chunk(
             num_partitions, -1
         ),
     }
+
+
+def loaded(base: type, *sizes: int, **options: Any) -> nn.Module:
+    """A layer of a framework's class, which allocates the bias; loading fills it."""
+    layer = base(*sizes, **options)
+    if layer.bias is not None:
+        layer.bias.data.copy_(integers(N, seed=2))
+    return layer
+
+
+def check_vllms_own(failures: Failures, sources: list[str]) -> None:
+    """vLLM's PluggableLayer, LinearBase and RowParallelLinear, with ours in its place and without."""
+    group = Group()
+    registry: dict[str, type] = {}
+    quantization = "vllm.model_executor.layers.quantization.online.fp8"
+    names = linear_names(group) | {
+        "nn": nn,
+        "op_registry": {},
+        "op_registry_oot": registry,
+        "logger": mock.Mock(),
+        "UnquantizedLinearMethod": Unquantized,
+        "BasevLLMParameter": type("NoParameter", (), {}),
+        "resolve_quant_method": lambda config, layer, prefix: Quantized(),
+        "get_tensor_model_parallel_rank": lambda: group.rank_in_group,
+        "get_tensor_model_parallel_world_size": lambda: group.world_size,
+    }
     for source in sources:
         exec(source, names)
     base = names["RowParallelLinear"]
-
-    def layer_of(*sizes, **options):
-        """vLLM allocates the bias; loading fills it."""
-        layer = base(*sizes, **options)
-        if layer.bias is not None:
-            layer.bias.data.copy_(integers(N, seed=2))
-        return layer
-
+    layer_of = functools.partial(loaded, base)
     framework = installed(
         "0.33.0",
         *vllm_modules(base, registry, Unquantized),
@@ -651,24 +644,15 @@ def sglang_linear_names(context: Context) -> dict[str, object]:
         context.parallel.tp_group.reduce_scatter_tensor(part, output)
         return part
 
-    return {
-        "torch": torch,
-        "Parameter": nn.Parameter,
+    return linear_names(context.parallel.tp_group) | {
         "Literal": Literal,
         "LinearBase": SGLangsLinearBase,
         "_resolve_linear_group": lambda name: context.parallel.tp_group,
         "_disable_hip_linear_quant": False,
         "_is_cpu": False,
-        "WEIGHT_LOADER_V2_SUPPORTED": [],
-        "divide": lambda a, b: a // b,
-        "set_weight_attrs": lambda *arguments: None,
         "layernorm_sp": SimpleNamespace(row_parallel_gbar_matmul=scattered),
         "use_symmetric_memory": lambda *a, **k: mock.MagicMock(),
         "is_allocation_symmetric": lambda: False,
-        "tensor_model_parallel_all_reduce": context.parallel.tp_group.all_reduce,
-        "split_tensor_along_last_dim": lambda tensor, num_partitions: tensor.chunk(
-            num_partitions, -1
-        ),
     }
 
 
@@ -694,15 +678,9 @@ def check_sglangs_own(failures: Failures, source: str, hooks: str) -> None:
         fusion,
         module("sglang.srt.layers.quantization.unquant", UnquantizedLinearMethod=Unquantized),
     )
-    options = {"quantized": lambda value: {"quant_config": QuantConfig() if value else None}}
 
     def layer_of(*sizes, attention=False, **given):
-        translated = {}
-        for name, value in given.items():
-            translated |= options.get(name, lambda v, n=name: {n: v})(value)
-        layer = base(*sizes, **translated)
-        if layer.bias is not None:
-            layer.bias.data.copy_(integers(N, seed=2))
+        layer = loaded(base, *sizes, **given)
         if attention:
             layer.tp_group = context.parallel.attn_tp_group
         return layer
