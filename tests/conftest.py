@@ -1,7 +1,5 @@
 """Markers, what the machine can run, and the end of the rank pools."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

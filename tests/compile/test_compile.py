@@ -1,7 +1,5 @@
 """The ops under PyTorch's compiler: schemas, fake kernels and autograd registrations, and whole graphs."""
 
-from __future__ import annotations
-
 import io
 import itertools
 from collections.abc import Callable

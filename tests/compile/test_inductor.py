@@ -1,7 +1,5 @@
 """The compile pass on functional collectives written by hand: what it fuses, what it says of the rest, that results are right."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

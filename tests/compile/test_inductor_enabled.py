@@ -1,7 +1,5 @@
 """The compile pass in Inductor: switched on and off, beside other passes, through the cache, and strict."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Layouts follow tensors through views and permutations: what they say is where the elements are."""
 
-from __future__ import annotations
-
 import math
 
 import sympy

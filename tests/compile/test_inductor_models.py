@@ -1,7 +1,5 @@
 """The compile pass on a whole model with PyTorch's styles."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard

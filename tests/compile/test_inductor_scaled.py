@@ -4,8 +4,6 @@ Operands are small integers and scales are 0.5, 1 and 2, so that every sum is ex
 of what the operands stand for, in float64.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """PyTorch's context_parallel with a gather in place of its ring: its results, its kernels, what is left to it, undoing."""
 
-from __future__ import annotations
-
 import functools
 from unittest import mock
 

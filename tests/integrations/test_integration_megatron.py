@@ -1,7 +1,5 @@
 """Megatron-core's linears by this package's ops: the layers, a GPT that trains, and its experts, which stay as they are."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from types import SimpleNamespace

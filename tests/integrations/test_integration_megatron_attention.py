@@ -1,7 +1,5 @@
 """Megatron-core's attention over a context-parallel group: the whole sequence's results, every option that is refused, a GPT."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Megatron-core's mixture of experts by `moe_dispatch` and `moe_combine`, beside Megatron's own "alltoall" dispatcher."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

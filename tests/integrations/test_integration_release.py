@@ -1,7 +1,5 @@
 """The messages of an integration about a framework that it does not know."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 

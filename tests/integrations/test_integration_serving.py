@@ -4,8 +4,6 @@ Neither can be imported where the tests run: their wheels need CUDA and another 
 holds the wheels (pip download --no-deps vllm==0.33.0 sglang==0.5.23) the classes that the plug-ins replace are taken out of them.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

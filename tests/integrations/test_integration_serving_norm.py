@@ -1,7 +1,5 @@
 """The plug-ins of serving frameworks around a norm: SGLang's all-reduce with residual and norm, and what vLLM's layers refuse."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """torchtitan's `dist_gemm` by this package's ops: its Functions, its layers and a model of two blocks."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """torchtitan's FlexAttention over ranks: the whole sequence's results and gradients, and every mask that is refused."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Hugging Face transformers' tensor parallelism with the styles of this package: the same models, and the ops are called."""
 
-from __future__ import annotations
-
 import re
 import sys
 from importlib import metadata

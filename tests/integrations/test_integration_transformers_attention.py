@@ -1,7 +1,5 @@
 """transformers with the attention over ranks: what a model makes of the whole sequence, and every mask that is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

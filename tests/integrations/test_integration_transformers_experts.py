@@ -1,7 +1,5 @@
 """transformers' expert parallelism with ``ep_implementation="overlap"``: what its own implementation computes, and the ops run."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 from unittest import mock

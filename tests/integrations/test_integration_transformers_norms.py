@@ -1,7 +1,5 @@
 """transformers' models whose all-reduces, additions and norms are one op where rows are few: the same bits, and what is left."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

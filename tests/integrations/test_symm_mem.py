@@ -1,7 +1,5 @@
 """PyTorch's own fused ops with these ops in their place: results, strides, what is refused, undoing, Inductor's async TP."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from unittest import mock

@@ -1,7 +1,5 @@
 """Layers and styles that train in fp8: their casts, their losses beside others', and what they communicate."""
 
-from __future__ import annotations
-
 import copy
 from unittest import mock
 

@@ -2,8 +2,6 @@
 that are made again.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """The parallel layers: `torch.nn.Linear`s over a group, bit for bit on integer data."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections import Counter

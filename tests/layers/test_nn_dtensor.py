@@ -1,7 +1,5 @@
 """The layers' parameters as DTensors: what checkpoints, clipping, optimizers, FSDP2 and copies make of them."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Parameters of the parallel layers: how they are drawn, under which defaults, and how they are stored, loaded and put together."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

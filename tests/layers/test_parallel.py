@@ -1,7 +1,5 @@
 """The styles for parallelize_module: what the unsharded model computes, bit for bit on integer data."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

@@ -1,7 +1,5 @@
 """Layers with the styles beside PyTorch's styles: never more collectives, never more bytes, and the same strides."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Models made of layers with the styles for parallelize_module: every gradient is the unsharded model's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

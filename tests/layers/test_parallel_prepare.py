@@ -1,7 +1,5 @@
 """OverlapPrepareModuleInput: what the unsharded module computes, bit for bit on integers, with one gather."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """Pipelines of tensor-parallel stages by every schedule of PyTorch's, some of which compute weights' gradients later."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The benchmark in rank processes that tests hold ready, and what its rows must hold."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import pickle

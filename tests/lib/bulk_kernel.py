@@ -1,7 +1,5 @@
 """A Triton kernel whose tiles are stored through tensor descriptors (TMA)."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

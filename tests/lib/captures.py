@@ -1,7 +1,5 @@
 """CUDA graphs of calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """The checks of every call of an op, whatever the test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 

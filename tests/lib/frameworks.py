@@ -1,7 +1,5 @@
 """Tests of a framework are skipped where it is not installed, or of a release that the integration does not know; Megatron's models."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec

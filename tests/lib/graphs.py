@@ -1,7 +1,5 @@
 """Graphs as Inductor's passes see them, run or only looked at, without the time that its code generation takes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of grids of parameters."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Hashable, Sequence
 

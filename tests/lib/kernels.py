@@ -1,7 +1,5 @@
 """Kernels of a user's for tests: those of the example, and small ones that do wrong."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Operands of layers: integers in `torch.nn.Linear`s, the same on every rank, and the ranks' parts of tensors."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Machines and problems that the planner's tests make plans for, as measured ones are."""
 
-from __future__ import annotations
-
 from overlap_torch import plan as plans
 from overlap_torch.plan import Machine, Plan, Problem
 from overlap_torch.plan._library import parse_machine

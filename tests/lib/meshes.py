@@ -1,7 +1,5 @@
 """Device meshes over the ranks of a pool, and modules with DTensor parameters on them."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Modes that list what is called while they are on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.overrides import TorchFunctionMode

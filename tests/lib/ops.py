@@ -4,8 +4,6 @@ An op's meaning is one function over all ranks' operands, in float64 and without
 return and, by autograd, what its gradients must be. Nothing of the code under test is in it.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Column and row layers, of one output or several, beside the whole `torch.nn.Linear`s whose parts they hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Copies between peers on CPU: what a push sends lies in the slot once its step has been awaited, and not before."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from unittest import mock

@@ -1,7 +1,5 @@
 """Calls over peers, none of which waits for the one before."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import deque

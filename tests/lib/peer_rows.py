@@ -1,7 +1,5 @@
 """The operators of a mixture over peers, on CPU ranks: what csrc/binding/cuda/moe_peers_cuda.cc computes, route by route."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

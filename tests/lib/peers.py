@@ -1,7 +1,5 @@
 """Calls over memory that the ranks map into each other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Algorithms as files of MSCCL and MSCCL++, made for any number of ranks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans for the tests of their properties, each with what a few lines of Python know of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

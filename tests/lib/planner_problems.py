@@ -1,7 +1,5 @@
 """Machines and problems on both sides of every distinction that the planner makes, for its tests and the proof's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from overlap_torch._plan import DType, Machine, Op, Problem, Recipe

@@ -1,7 +1,5 @@
 """Hand-made plans for the op's tests: every schedule, layout and cut into chunks that a problem takes."""
 
-from __future__ import annotations
-
 from operands import Case, rank_device
 from ops import OPS
 from overlap_torch.plan import Machine, Plan, Problem, machine

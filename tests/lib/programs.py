@@ -1,7 +1,5 @@
 """Programs for tests: templates of every op, random ones, and what may be wrong with them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

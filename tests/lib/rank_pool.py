@@ -8,8 +8,6 @@ A job that does not end in time never hangs the suite: the ranks write their sta
 stacks and output in the message. The store is held by the test process, so that it outlives any rank.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -1,7 +1,5 @@
 """Triton kernels that cannot be aligned by their source. `# here` ends the line that is at fault."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,8 +5,6 @@ is named there, belongs to it without being shown. Blocks whose first line is ``
 that is not here: ```` ```python needs=megatron ````.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -5,8 +5,6 @@ Operands are small, sparse integers and scales are 0.5, 1 and 2, so that every s
 is a multiple of 1/4 that the output's type holds: the result has one right value, bit for bit.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

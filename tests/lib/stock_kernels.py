@@ -1,7 +1,5 @@
 """Triton kernels that know nothing of overlap_torch, in the forms in which people write them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

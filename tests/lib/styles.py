@@ -1,7 +1,5 @@
 """The styles for parallelize_module, PyTorch's and this package's: of a module's input, of columns and of rows."""
 
-from __future__ import annotations
-
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 

@@ -1,7 +1,5 @@
 """The communication of a computation: its collectives, and their bytes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

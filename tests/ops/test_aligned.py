@@ -1,7 +1,5 @@
 """Stock Triton kernels in jobs, aligned by their source: exact results, signals after stores, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention of a cut sequence: bit for bit what the whole sequence has, for any cut, mask and head parts; and its gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from dataclasses import dataclass

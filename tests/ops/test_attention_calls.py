@@ -1,7 +1,5 @@
 """Calls of an attention over ranks: what is sent and kept, head parts, callers' kernels, positions, compilers, errors."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

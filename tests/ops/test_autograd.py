@@ -1,7 +1,5 @@
 """Gradients, against the derivative of what the ops mean; and autocast, as `torch.nn.functional.linear` has it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 PyTorch's LocalTensorMode, in which one process stands for all ranks over its fake backend, is here, too.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows whose counts only the device knows, by an op of the tests' own on the types of csrc/steps: tests/steps_test."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

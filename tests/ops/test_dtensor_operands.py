@@ -1,7 +1,5 @@
 """DTensors as operands of the ops: an error that says what to call, never a result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The short way in: what it takes is right, what it leaves to torch.ops gets there, and nobody notices which it was."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys

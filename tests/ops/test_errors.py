@@ -1,7 +1,5 @@
 """Bad arguments: an error that names what was given and what is allowed, and nothing communicated."""
 
-from __future__ import annotations
-
 import functools
 import re
 

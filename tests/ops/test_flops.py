@@ -1,7 +1,5 @@
 """The counts of FlopCounterMode for the ops: as much as for the matrix products of their compositions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scaled operands: the ops against float64 products of what fp8 and its scales stand for, equal bit for bit."""
 
-from __future__ import annotations
-
 import io
 import json
 import tempfile

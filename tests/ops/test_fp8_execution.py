@@ -1,7 +1,5 @@
 """Plans of scaled operands on GPUs: whatever plan is set, results are equal bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import partial

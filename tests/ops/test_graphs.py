@@ -1,7 +1,5 @@
 """CUDA graphs: captured once, replayed with other inputs, beside each other and beside plain calls."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 

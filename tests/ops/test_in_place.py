@@ -1,7 +1,5 @@
 """Activations and sums in place on what layers return, as models have them: outputs are no views of an autograd Function's."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``invariance="batch"``: a row's bits depend on the row, the weight and the number of ranks alone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Kernels of a user's whose tiles are communicated by overlap_torch: exact results, orders, and what goes wrong."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Kernels of a user's on GPUs: all transports, graphs, deadlines, kernels in CUDA and with TMA, and races."""
 
-from __future__ import annotations
-
 import functools
 import random
 import re

@@ -1,7 +1,5 @@
 """The ops against their specifications: equal, bit for bit, on integer data; as exact as the composition on normal data."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Sequence

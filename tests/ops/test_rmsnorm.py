@@ -1,7 +1,5 @@
 """Residual, RMSNorm and a cast after an all-reduce: exact sums, norms within one place of float64's, scales as they are defined."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import time

@@ -4,8 +4,6 @@ The global function is plain PyTorch in float64 on all ranks' operands, where wh
 small integers, and everything here is a polynomial of them, so that each derivative has one right value, bit for bit.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Ranks that call other problems: on CPU every rank raises before anything is communicated."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """Ranks that die, never call, come late or disagree: clear errors within the stated time, on ranks of their own."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

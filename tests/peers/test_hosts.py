@@ -4,8 +4,6 @@ On CPU messages do both. On GPUs four ranks of one machine are two hosts: OVERLA
 NCCL_HOSTID tells NCCL, which then takes its network between them.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

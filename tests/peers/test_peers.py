@@ -1,7 +1,5 @@
 """Plans whose chunks travel through memory that the ranks map into each other: right results, call after call."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """All-to-alls over memory that the ranks map into each other: right for any numbers of rows, call after call."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

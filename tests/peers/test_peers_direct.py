@@ -1,7 +1,5 @@
 """Plans that go over peers in one step: right results, the same on all ranks and in every run, call after call."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """A mixture's rows over peers, against its composition over NCCL: races, CUDA graphs, too many rows, a rank that does not come."""
 
-from __future__ import annotations
-
 import functools
 import random
 import time

@@ -1,7 +1,5 @@
 """CUDA graphs of calls over memory that the ranks map into each other: replayed between plain calls and other graphs."""
 
-from __future__ import annotations
-
 import gc
 import random
 import re

@@ -1,7 +1,5 @@
 """Where plans over the ranks' memory of each other give way to others, and where they are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Programs over peers: what their steps are, that they are proved, and, on GPUs, that they are right."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Progress: ops in flight on several streams, threads and groups, beside foreign collectives placed anywhere."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -3,8 +3,6 @@
 The short version is part of the suite; the long one, 1,000 calls for each plan, is chosen with `-m long`.
 """
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -2,8 +2,6 @@
 differently, or where the kernels of one run one at a time.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from machines import big, hopper

@@ -4,8 +4,6 @@ Its constants are measurements, which a new fit changes; test_planner_regret.py 
 are: how times follow from work, and from each other.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Problems of scaled operands: types and recipe in plans, their texts, JSON, prices, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

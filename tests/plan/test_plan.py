@@ -1,7 +1,5 @@
 """Properties that every plan has, against what a few lines of Python work out by brute force."""
 
-from __future__ import annotations
-
 import pickle
 from copy import copy as shallow_copy
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Plans set by hand: the op runs them, whatever they are, and its results do not depend on them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

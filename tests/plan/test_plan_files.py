@@ -1,7 +1,5 @@
 """Algorithms of MSCCL and MSCCL++ as plans: right results on CPU, and what is refused, with its place in the file."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Plans of ops that cut their rows into the ranks' parts, and of all-to-all, which has no rows that all ranks know."""
 
-from __future__ import annotations
-
 import pickle
 import re
 

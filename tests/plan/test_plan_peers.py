@@ -1,7 +1,5 @@
 """Plans whose chunks travel through memory that the ranks map into each other: rings of any rows; plans in one step, without fault."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

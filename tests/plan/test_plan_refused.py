@@ -1,7 +1,5 @@
 """Plans that cannot run: what is said of them, and of the calls that would make them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The steps of plans as Python sees them, the tiles of each launch of an all-gather's GEMM, and the order of a ring's tiles."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """_plan.pyi, by which editors and type checkers know the planner's compiled module; and that module's docstrings."""
 
-from __future__ import annotations
-
 import ast
 import re
 import warnings

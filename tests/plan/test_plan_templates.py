@@ -1,7 +1,5 @@
 """Plans from the templates, and as JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """The planner's choices, and its cost model's expectations."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans for machines that nobody has measured, and for every M."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """When the planner takes memory that the ranks map into each other, and what it expects of it."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

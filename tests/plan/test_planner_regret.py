@@ -1,7 +1,5 @@
 """The plan that is taken is nearly the best measured one: times of 162 plans for 18 problems, recorded on two H100s."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Profiles: what work takes on a machine, as data; the shipped one, partial ones, files that are wrong, what doctor says."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

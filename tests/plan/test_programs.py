@@ -1,7 +1,5 @@
 """Plans with a program: right results, gradients and deadlines on CPU, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickle

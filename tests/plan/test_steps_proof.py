@@ -4,8 +4,6 @@ One case of each structure that steps have. Changes without harm, to leave out o
 the reason; everything else is found.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

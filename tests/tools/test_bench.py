@@ -1,7 +1,5 @@
 """The benchmark: what it measures, checks and writes of ops and of a transformer block, the plans it runs, where the time goes."""
 
-from __future__ import annotations
-
 import json
 import time
 

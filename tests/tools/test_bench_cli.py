@@ -1,7 +1,5 @@
 """The command lines of the benchmark and of its studies, its tables and its plot."""
 
-from __future__ import annotations
-
 import json
 import os
 

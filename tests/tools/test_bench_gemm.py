@@ -1,7 +1,5 @@
 """The benchmark of the signalling GEMM alone."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

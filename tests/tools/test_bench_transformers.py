@@ -1,7 +1,5 @@
 """The benchmark of Hugging Face models: what it measures, of which styles, and that it compares results first."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

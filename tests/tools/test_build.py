@@ -1,7 +1,5 @@
 """The build's rules, what a build says of itself, and what doctor makes of it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """README and docs/: every snippet runs, every link leads somewhere, every picture is up to date."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The examples and the demo, as a user runs them, on CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

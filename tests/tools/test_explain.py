@@ -1,7 +1,5 @@
 """``Plan.explain()``, ``Plan.plot()`` and ``python -m overlap_torch explain``."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

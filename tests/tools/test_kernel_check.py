@@ -2,8 +2,6 @@
 
 KERNEL_CHECK names a program that was built elsewhere, as in scripts/sanitize.sh."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The layers of csrc look downward only: each folder includes what its line below allows, and nothing else. And Python's modules
 import each other in no circle."""
 
-from __future__ import annotations
-
 import ast
 import re
 from graphlib import CycleError, TopologicalSorter

@@ -1,7 +1,5 @@
 """The reports of overlap_torch.trace, report and NVTX on calls on GPUs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

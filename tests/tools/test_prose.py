@@ -1,7 +1,5 @@
 """tools/prose.py finds each sentence without a subject, in comments and docstrings and nowhere else."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

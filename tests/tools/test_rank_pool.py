@@ -1,7 +1,5 @@
 """The tests' own pools of ranks, and parts of their grids."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

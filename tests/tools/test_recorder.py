@@ -1,7 +1,5 @@
 """The CUDA executors enqueue what was pinned, on a machine without a GPU; tests/recorder says how."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -2,8 +2,6 @@
 fall back to PyTorch's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

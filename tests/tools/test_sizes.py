@@ -1,7 +1,5 @@
 """No function is longer than 80 lines, but tables; no class of the package is longer than 300, no file of it or of csrc than 500."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

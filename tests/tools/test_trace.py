@@ -1,7 +1,5 @@
 """overlap_torch.trace over user code, what it saves and draws, and the names that profilers show."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tuning: what is measured and taken, on all ranks the same; caches that hit on one rank, are damaged or cannot be written."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

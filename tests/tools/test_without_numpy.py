@@ -1,7 +1,5 @@
 """The package where NumPy is not installed: torch does not need it, so neither does what runs on torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
