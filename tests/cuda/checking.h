@@ -14,8 +14,10 @@
 #include <cstdlib>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/signal/signal.h"
 #include "plan/plan.h"
 #include "plan/tile_order.h"
 
@@ -59,6 +61,65 @@ class Buffer {
  private:
   T* data_ = nullptr;
   int64_t bytes_;
+};
+
+template <class T>
+void upload(T* to, const std::vector<T>& values) {
+  CUDA_CHECK(cudaMemcpy(to, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+}
+
+template <class T>
+std::vector<T> download(const T* from, int64_t count) {
+  std::vector<T> values(static_cast<size_t>(count));
+  CUDA_CHECK(cudaMemcpy(values.data(), from, values.size() * sizeof(T), cudaMemcpyDeviceToHost));
+  return values;
+}
+
+template <class Word>
+void expect_words(const Word* words, int64_t count, Word want, const std::string& what) {
+  int64_t number = 0;
+  for (const Word got : download(words, count)) {
+    if (got != want) {
+      fail("%s: number %lld is %llu, expected %llu", what.c_str(), static_cast<long long>(number),
+           static_cast<unsigned long long>(got), static_cast<unsigned long long>(want));
+    }
+    ++number;
+  }
+}
+
+class Stream {
+ public:
+  Stream() { CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  explicit Stream(int priority) {
+    CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, priority));
+  }
+  ~Stream() { cudaStreamDestroy(stream_); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  operator cudaStream_t() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// The report that waits leave, which says nothing at first.
+class Report {
+ public:
+  Report() {
+    CUDA_CHECK(cudaMallocHost(&report_, sizeof(*report_)));
+    clear();
+  }
+  ~Report() { cudaFreeHost(report_); }
+  Report(const Report&) = delete;
+  Report& operator=(const Report&) = delete;
+
+  kernels::WaitReport* get() const { return report_; }
+  void clear() { *report_ = {}; }
+  bool failed() const { return *static_cast<const volatile uint64_t*>(&report_->failure) != 0; }
+  kernels::WaitFailure failure() const { return kernels::unpack(report_->failure); }
+
+ private:
+  kernels::WaitReport* report_ = nullptr;
 };
 
 inline int64_t round_up(int64_t value, int64_t multiple) {

@@ -19,8 +19,6 @@ class FinishCase {
  public:
   FinishCase(int ranks, int64_t rows, int64_t columns)
       : ranks_(ranks), rows_(rows), columns_(columns), gain_(columns), bias_(columns), given_(1) {
-    CUDA_CHECK(cudaMallocHost(&report_, sizeof(*report_)));
-    *report_ = {};
     for (int rank = 0; rank < ranks; ++rank) {
       memory_.push_back(std::make_unique<Memory>(rows * columns, 2 * ranks * room()));
     }
@@ -28,9 +26,6 @@ class FinishCase {
     upload(bias_, columns, [&](int64_t i) { return bias(i); });
     upload(given_, 1, [](int64_t) { return kScale; });
   }
-  ~FinishCase() { cudaFreeHost(report_); }
-  FinishCase(const FinishCase&) = delete;
-  FinishCase& operator=(const FinishCase&) = delete;
 
   // Calls in one step and in two by turns, which share the buffers. Casts, by turns as well, leave the rest as it is; what
   // they store is checked by tests/ops/test_rmsnorm.py.
@@ -73,15 +68,13 @@ class FinishCase {
           flags(2 * kernels::kMaxPeers + 1) {
       units.zero(nullptr);
       flags.zero(nullptr);
-      CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     }
-    ~Memory() { cudaStreamDestroy(stream); }
     Buffer<Element> own, sum, residual, normed;
     Buffer<uint8_t> values;
     Buffer<float> scales;
     Buffer<char> units;
     Buffer<uint64_t> flags;
-    cudaStream_t stream = nullptr;
+    const Stream stream;
   };
 
   Memory& memory(int rank) { return *memory_[static_cast<size_t>(rank)]; }
@@ -108,15 +101,7 @@ class FinishCase {
   static void upload(Buffer<T>& buffer, int64_t count, Value value) {
     std::vector<T> numbers;
     for (int64_t i = 0; i < count; ++i) numbers.push_back(T(value(i)));
-    CUDA_CHECK(cudaMemcpy(buffer.data(), numbers.data(), numbers.size() * sizeof(T),
-                          cudaMemcpyHostToDevice));
-  }
-  template <class T>
-  std::vector<T> download(const Buffer<T>& buffer) const {
-    std::vector<T> numbers(static_cast<size_t>(rows_ * columns_));
-    CUDA_CHECK(cudaMemcpy(numbers.data(), buffer.data(), numbers.size() * sizeof(T),
-                          cudaMemcpyDeviceToHost));
-    return numbers;
+    check::upload(buffer.data(), numbers);
   }
 
   void fill(int call) {
@@ -147,7 +132,7 @@ class FinishCase {
     params.calls = own.flags.data() + 2 * kernels::kMaxPeers;
     params.tag = uint64_t{3} << kernels::kCallTagShift;
     params.deadline_ns = 10'000'000'000;
-    params.report = report_;
+    params.report = report_.get();
     params.finish = {.rows = rows_,
                      .columns = columns_,
                      .terms = own.own.data(),
@@ -168,9 +153,9 @@ class FinishCase {
   template <class Right>
   void expect(int call, int rank, Right terms) {
     CUDA_CHECK(cudaDeviceSynchronize());
-    if (report_->failure != 0) fail("finish: a wait passed its deadline");
-    const std::vector<Element> sums = download(memory(rank).sum);
-    const std::vector<Element> normed = download(memory(rank).normed);
+    if (report_.failed()) fail("finish: a wait passed its deadline");
+    const std::vector<Element> sums = download(memory(rank).sum.data(), rows_ * columns_);
+    const std::vector<Element> normed = download(memory(rank).normed.data(), rows_ * columns_);
     for (int64_t row = 0; row < rows_; ++row) {
       double squares = 0;
       const auto total = [&](int64_t i) { return terms(i) + bias(i) + residual(i); };
@@ -198,7 +183,7 @@ class FinishCase {
   const int64_t columns_;
   Buffer<Element> gain_, bias_;
   Buffer<float> given_;
-  kernels::WaitReport* report_ = nullptr;
+  Report report_;
   std::vector<std::unique_ptr<Memory>> memory_;
 };
 

@@ -10,7 +10,6 @@
 
 #include "checking.h"
 #include "kernels/gemm/gemm.h"
-#include "kernels/signal/signal.h"
 #include "plan/gather_rounds.h"
 #include "plan/templates.h"
 
@@ -177,10 +176,7 @@ class GemmCase {
   void expect_copy(const Buffer<In>& gathered) const {
     using Word = std::conditional_t<sizeof(In) == 1, uint8_t, uint16_t>;
     const auto words = [](const Buffer<In>& buffer) {
-      std::vector<Word> host(static_cast<size_t>(buffer.elements()));
-      CUDA_CHECK(cudaMemcpy(host.data(), buffer.data(), host.size() * sizeof(Word),
-                            cudaMemcpyDeviceToHost));
-      return host;
+      return download(reinterpret_cast<const Word*>(buffer.data()), buffer.elements());
     };
     const Buffer<In> poisoned(kGuard);
     std::vector<Word> want = words(poisoned);
@@ -295,7 +291,7 @@ class GemmCase {
     constexpr int64_t kLateUs = 1000;
     Buffer<uint64_t> flags(parts), ended(1), calls(1);
     for (Buffer<uint64_t>* words : {&flags, &ended}) words->zero(nullptr);
-    CUDA_CHECK(cudaMemcpy(calls.data(), &kCalls, sizeof(kCalls), cudaMemcpyHostToDevice));
+    upload(calls.data(), {kCalls});
     kernels::PeerWaitParams& arrivals = params_.gather->arrivals;
     arrivals.flags = flags.data();
     arrivals.ranks = ((1u << parts) - 1) & ~(1u << own);
@@ -306,10 +302,7 @@ class GemmCase {
     params_.ending.signal.calls = calls.data();
     params_.ending.signal.count = 1;
     params_.ending.signal.flags[0] = ended.data();
-    cudaStream_t main_stream, side_stream;
-    for (cudaStream_t* stream : {&main_stream, &side_stream}) {
-      CUDA_CHECK(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
-    }
+    const Stream main_stream, side_stream;
     CUDA_CHECK(cudaDeviceSynchronize());
     CUDA_CHECK(kernels::launch_gemm(kernel_, params_, main_stream));
     for (int32_t chunk = 0; chunk < chunks; ++chunk) {
@@ -331,36 +324,16 @@ class GemmCase {
       CUDA_CHECK(kernels::signal_peers_release_sys(signal, side_stream));
     }
     CUDA_CHECK(cudaDeviceSynchronize());
-    expect_numbers(flags, parts, kCalls, kStep + chunks - 1);
-    uint64_t counts[2] = {};
-    uint32_t taken[2] = {};
-    CUDA_CHECK(cudaMemcpy(&counts[0], ended.data(), sizeof(uint64_t), cudaMemcpyDeviceToHost));
-    CUDA_CHECK(cudaMemcpy(&counts[1], calls.data(), sizeof(uint64_t), cudaMemcpyDeviceToHost));
-    CUDA_CHECK(cudaMemcpy(taken, tiles_taken_.data(), sizeof(taken), cudaMemcpyDeviceToHost));
-    if (counts[0] != kCalls + 1 || counts[1] != kCalls + 1 || taken[0] != 0 || taken[1] != 0) {
-      fail("%s, awaiting: ended %llu, calls %llu, tiles taken %u, %u", name_.c_str(),
-           static_cast<unsigned long long>(counts[0]), static_cast<unsigned long long>(counts[1]),
-           taken[0], taken[1]);
-    }
-    for (const cudaStream_t stream : {main_stream, side_stream}) {
-      CUDA_CHECK(cudaStreamDestroy(stream));
-    }
+    // All ranks have announced the last step, before the call was counted as ended.
+    const std::string what = name_ + ", awaiting: ";
+    expect_words(flags.data(), parts, kTag + kernels::peer_step_number(kCalls, kStep + chunks - 1),
+                 what + "flags");
+    expect_words(ended.data(), 1, kCalls + 1, what + "ended");
+    expect_words(calls.data(), 1, kCalls + 1, what + "calls");
+    expect_words(tiles_taken_.data(), 2, uint32_t{0}, what + "tiles taken");
   }
 
   static constexpr uint64_t kTag = uint64_t{11} << kernels::kCallTagShift;
-
-  // All ranks have announced this step, before the call was counted as ended.
-  void expect_numbers(const Buffer<uint64_t>& flags, int32_t ranks, uint64_t calls, int32_t step) {
-    std::vector<uint64_t> numbers(static_cast<size_t>(ranks));
-    CUDA_CHECK(cudaMemcpy(numbers.data(), flags.data(), numbers.size() * sizeof(uint64_t),
-                          cudaMemcpyDeviceToHost));
-    for (const uint64_t number : numbers) {
-      if (number != kTag + kernels::peer_step_number(calls, step)) {
-        fail("%s, awaiting: a flag is %llu", name_.c_str(),
-             static_cast<unsigned long long>(number));
-      }
-    }
-  }
 
   // Result, untouched bytes and counters of one run.
   void check(int32_t ctas, int32_t smem_pad_bytes, bool signals) {
@@ -375,9 +348,7 @@ class GemmCase {
     CUDA_CHECK(cudaDeviceSynchronize());
     expect(output_, expectation_, name_ + ", " + std::to_string(ctas) + " CTAs");
     if (mirror_ != nullptr) expect(*mirror_, expectation_, name_ + ", the second output");
-    std::vector<int32_t> counters(plan::kMaxChunks);
-    CUDA_CHECK(cudaMemcpy(counters.data(), counters_.data(), counters.size() * sizeof(int32_t),
-                          cudaMemcpyDeviceToHost));
+    const std::vector<int32_t> counters = download(counters_.data(), plan::kMaxChunks);
     for (int32_t c = 0; c < plan::kMaxChunks; ++c) {
       const int32_t want =
           signals && c < params.order.num_chunks ? plan::chunk_tiles(params.order, c) : 0;
@@ -390,17 +361,13 @@ class GemmCase {
 
   // Each chunk is checked on a second stream right after its signal, while the GEMM goes on.
   void race(int rounds) {
-    cudaStream_t main_stream, side_stream;
     cudaEvent_t fork, join;
     int least = 0, greatest = 0;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    CUDA_CHECK(cudaStreamCreateWithPriority(&main_stream, cudaStreamNonBlocking, least));
-    CUDA_CHECK(cudaStreamCreateWithPriority(&side_stream, cudaStreamNonBlocking, greatest));
+    const Stream main_stream(least), side_stream(greatest);
     CUDA_CHECK(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventCreateWithFlags(&join, cudaEventDisableTiming));
-    kernels::WaitReport* report = nullptr;
-    CUDA_CHECK(cudaMallocHost(&report, sizeof(*report)));
-    *report = {};
+    const Report report;
     Buffer<Mismatch> mismatch(1);
     mismatch.zero(nullptr);
     CUDA_CHECK(cudaDeviceSynchronize());
@@ -413,7 +380,7 @@ class GemmCase {
       CUDA_CHECK(kernels::launch_gemm(kernel_, params_, main_stream));
       for (int32_t c = 0; c < params_.order.num_chunks; ++c) {
         const kernels::WaitParams wait{counters_.data() + c, plan::chunk_tiles(params_.order, c),
-                                       kWaitNs, c, report};
+                                       kWaitNs, c, report.get()};
         if (round % 3 == 1) CUDA_CHECK(kernels::delay(std::rand() % 20, side_stream));
         CUDA_CHECK(kernels::wait_counter(wait, side_stream));
         int64_t first = 0, last = 0;
@@ -433,17 +400,14 @@ class GemmCase {
       CUDA_CHECK(cudaStreamWaitEvent(main_stream, join));
     }
     CUDA_CHECK(cudaDeviceSynchronize());
-    if (report->failure != 0) {
-      const kernels::WaitFailure wait = kernels::unpack(report->failure);
+    if (report.failed()) {
+      const kernels::WaitFailure wait = report.failure();
       fail("%s: waiting for chunk %d passed the deadline: expected %d, seen %d", name_.c_str(),
            wait.chunk, wait.expected, wait.seen);
     }
     expect_no_mismatch(mismatch, name_ + ", right behind the signal");
-    CUDA_CHECK(cudaFreeHost(report));
     CUDA_CHECK(cudaEventDestroy(fork));
     CUDA_CHECK(cudaEventDestroy(join));
-    CUDA_CHECK(cudaStreamDestroy(main_stream));
-    CUDA_CHECK(cudaStreamDestroy(side_stream));
   }
 
  private:

@@ -271,20 +271,16 @@ double milliseconds(cudaStream_t stream, auto enqueue) {
 // A wait that is met ends at once and silently; one that is not ends at its deadline and reports;
 // the first report stays.
 void check_signal() {
-  cudaStream_t stream;
-  CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const Stream stream;
   Buffer<int32_t> counter(1);
-  const int32_t seen = 3;
-  CUDA_CHECK(cudaMemcpy(counter.data(), &seen, sizeof(seen), cudaMemcpyHostToDevice));
-  kernels::WaitReport* report = nullptr;
-  CUDA_CHECK(cudaMallocHost(&report, sizeof(*report)));
-  *report = {};
+  upload(counter.data(), {3});
+  Report report;
 
-  kernels::WaitParams wait{counter.data(), 3, kWaitNs, 6, report};
+  kernels::WaitParams wait{counter.data(), 3, kWaitNs, 6, report.get()};
   const double met = milliseconds(stream, [&] { CUDA_CHECK(kernels::wait_counter(wait, stream)); });
-  if (report->failure != 0 || met > 1000) {
+  if (report.failed() || met > 1000) {
     fail("signal: a met wait took %g ms, failure = %llx", met,
-         static_cast<unsigned long long>(report->failure));
+         static_cast<unsigned long long>(report.get()->failure));
   }
 
   wait.expected = 4;
@@ -292,7 +288,7 @@ void check_signal() {
   const double missed =
       milliseconds(stream, [&] { CUDA_CHECK(kernels::wait_counter(wait, stream)); });
   const auto expect_report = [&] {
-    const kernels::WaitFailure wait = kernels::unpack(report->failure);
+    const kernels::WaitFailure wait = report.failure();
     if (wait.chunk != 6 || wait.expected != 4 || wait.seen != 3) {
       fail("signal: the report says chunk %d, expected %d, seen %d; it should say 6, 4, 3",
            wait.chunk, wait.expected, wait.seen);
@@ -315,20 +311,15 @@ void check_signal() {
   counters.poison(stream);
   CUDA_CHECK(kernels::zero_counters(counters.data(), 70, stream));
   CUDA_CHECK(cudaStreamSynchronize(stream));
-  std::vector<int32_t> zeroed(100);
-  CUDA_CHECK(cudaMemcpy(zeroed.data(), counters.data(), zeroed.size() * sizeof(int32_t),
-                        cudaMemcpyDeviceToHost));
-  for (int i = 0; i < 100; ++i) {
-    if (zeroed[i] != (i < 70 ? 0 : -1)) fail("signal: counter %d is %d", i, zeroed[i]);
-  }
+  expect_words(counters.data(), 70, 0, "signal: counters");
+  expect_words(counters.data() + 70, 30, -1, "signal: other counters");
 
   // The same with flags that peers would write: here, this device's own.
   Buffer<uint64_t> flags(kernels::kMaxPeers);
-  CUDA_CHECK(cudaMemset(flags.data(), 0, kernels::kMaxPeers * sizeof(uint64_t)));
-  *report = {};
+  flags.zero(nullptr);
+  report.clear();
   Buffer<uint64_t> calls(1);
-  const uint64_t ended = 7;
-  CUDA_CHECK(cudaMemcpy(calls.data(), &ended, sizeof(ended), cudaMemcpyHostToDevice));
+  upload(calls.data(), {uint64_t{7}});
   kernels::PeerSignalParams signal;
   signal.count = 2;
   signal.flags[0] = flags.data() + 1;
@@ -344,11 +335,11 @@ void check_signal() {
   peers.step = 2;
   peers.deadline_ns = kWaitNs;
   peers.chunk = 3;
-  peers.report = report;
+  peers.report = report.get();
   CUDA_CHECK(kernels::signal_peers_release_sys(signal, stream));
   CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
   CUDA_CHECK(cudaStreamSynchronize(stream));
-  if (report->failure != 0) fail("signal: a met wait for peers failed");
+  if (report.failed()) fail("signal: a met wait for peers failed");
   // The same step of another call, by a larger and by a smaller tag.
   for (const uint64_t other : {8, 10}) {
     kernels::PeerWaitParams wait = peers;
@@ -356,16 +347,16 @@ void check_signal() {
     wait.deadline_ns = 50'000'000;
     CUDA_CHECK(kernels::wait_peers_acquire_sys(wait, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
-    if (kernels::unpack(report->failure).peer != 1) {
+    if (report.failure().peer != 1) {
       fail("signal: another call's step was taken for this one's");
     }
-    *report = {};
+    report.clear();
   }
   peers.ranks |= 1u << 6;
   peers.deadline_ns = 50'000'000;
   CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
   CUDA_CHECK(cudaStreamSynchronize(stream));
-  const kernels::WaitFailure failure = kernels::unpack(report->failure);
+  const kernels::WaitFailure failure = report.failure();
   // The third step after seven calls of 256 steps each.
   if (failure.chunk != 3 || failure.peer != 6 || failure.expected != 7 * 256 + 3 ||
       failure.seen != 0) {
@@ -378,28 +369,21 @@ void check_signal() {
   constexpr int kFailures = 200;
   peers.deadline_ns = 1'000'000;
   for (int repeat = 0; repeat < kFailures; ++repeat) {
-    *report = {};
+    report.clear();
     CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
     CUDA_CHECK(cudaDeviceSynchronize());
-    if (*static_cast<const volatile uint64_t*>(&report->failure) == 0) {
+    if (!report.failed()) {
       fail("signal: no report right behind a synchronization, repeat %d", repeat);
     }
   }
   signal.ends_call = true;
   CUDA_CHECK(kernels::signal_peers_release_sys(signal, stream));
-  uint64_t counted[2] = {};
   CUDA_CHECK(cudaStreamSynchronize(stream));
-  CUDA_CHECK(cudaMemcpy(&counted[0], calls.data(), sizeof(uint64_t), cudaMemcpyDeviceToHost));
-  CUDA_CHECK(cudaMemcpy(&counted[1], flags.data() + 5, sizeof(uint64_t), cudaMemcpyDeviceToHost));
-  if (counted[0] != 8 || counted[1] != 8) {
-    fail("signal: a call's end left %d and %d, expected 8", static_cast<int>(counted[0]),
-         static_cast<int>(counted[1]));
-  }
+  expect_words(calls.data(), 1, uint64_t{8}, "signal: calls after a call's end");
+  expect_words(flags.data() + 5, 1, uint64_t{8}, "signal: a flag after a call's end");
 
   const double held = milliseconds(stream, [&] { CUDA_CHECK(kernels::delay(20'000, stream)); });
   if (held < 19.5 || held > 1000) fail("signal: a delay of 20 ms took %g ms", held);
-  CUDA_CHECK(cudaFreeHost(report));
-  CUDA_CHECK(cudaStreamDestroy(stream));
   std::printf("signal: good (deadline of 50 ms: %.1f ms, delay of 20 ms: %.1f ms)\n", missed, held);
 }
 

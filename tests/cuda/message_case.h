@@ -1,5 +1,4 @@
-// All-to-alls in one launch on all ranks, each a stream of one GPU: rows of any number, ranks that come late, launches
-// that find few SMs.
+// All-to-alls in one launch on all ranks, of rows of any number.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,10 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "checking.h"
-#include "gemm_case.h"
-#include "kernels/gemm/gemm.h"
 #include "plan/templates.h"
+#include "ranks_case.h"
 
 namespace overlap::check {
 
@@ -48,100 +45,58 @@ struct MessageShape {
 
 // In: of the operands, where that is fp8.
 template <class T, class In = T>
-class MessageCase {
+class MessageCase : RanksCase {
  public:
   MessageCase(plan::Kernel kernel, const MessageShape& shape, bool k_contiguous)
-      : kernel_(kernel),
-        ranks_(static_cast<int>(shape.rows.size())),
+      : RanksCase(kernel, static_cast<int>(shape.rows.size()),
+                  std::string(plan::name(kernel)) + ": messages between " +
+                      std::to_string(shape.rows.size()) + " ranks, the first one's first of " +
+                      std::to_string(shape.rows[0][0]) + " x " + std::to_string(shape.n) +
+                      ", k = " + std::to_string(shape.k) +
+                      (k_contiguous ? "" : ", weight along n") +
+                      (std::is_same_v<T, In> ? "" : ", fp8")),
         shape_(shape),
-        k_contiguous_(k_contiguous),
-        name_(std::string(plan::name(kernel)) + ": messages between " + std::to_string(ranks_) +
-              " ranks, the first one's first of " + std::to_string(shape.rows[0][0]) + " x " +
-              std::to_string(shape.n) + ", k = " + std::to_string(shape.k) +
-              (k_contiguous ? "" : ", weight along n") + (std::is_same_v<T, In> ? "" : ", fp8")) {
+        k_contiguous_(k_contiguous) {
     for (const auto& rows : shape.rows)
       room_ = std::max(room_, *std::max_element(rows.begin(), rows.end()));
-    CUDA_CHECK(cudaMallocHost(&report_, sizeof(*report_)));
-    *report_ = {};
     for (int rank = 0; rank < ranks_; ++rank) {
       memory_.push_back(std::make_unique<Memory>(*this, rank));
     }
     make_wanted();
   }
-  ~MessageCase() { cudaFreeHost(report_); }
-  MessageCase(const MessageCase&) = delete;
-  MessageCase& operator=(const MessageCase&) = delete;
 
-  void check(int rounds) {
-    const int share = std::max(2, sm_count() / ranks_ / 2 * 2);
-    const std::vector<int> shares(static_cast<size_t>(ranks_), share);
-    for (int round = 0; round < rounds; ++round) run(shares, -1);
-    for (int late = 0; late < ranks_; ++late) run(shares, late);
-    run(std::vector<int>(static_cast<size_t>(ranks_), 2), -1);  // one cluster for all tiles
-    // More clusters than get SMs: the others hold theirs, and wait for this rank's messages.
-    std::vector<int> crowded = shares;
-    crowded.back() = 2 * sm_count();
-    run(crowded, ranks_ - 1);
-  }
+  void check(int rounds) { check_calls(rounds); }
 
-  // A rank alone: its GEMM ends at the deadline, and says for whom it waited. It waits for messages without rows, too: the
-  // next call takes a slot without asking whether the peers still use it.
+  // It waits for messages without rows, too: the next call takes a slot without asking whether the peers still use it.
   void check_deadline() {
     prepare();
     kernels::GemmParams gemm = params(0);
-    gemm.ctas = 4;
-    gemm.ending.signal = {};
     gemm.peers->messages->meeting.deadline_ns = 20'000'000;
-    CUDA_CHECK(kernels::launch_gemm(kernel_, gemm, memory_[0]->stream));
-    CUDA_CHECK(cudaDeviceSynchronize());
-    const kernels::WaitFailure failure = kernels::unpack(report_->failure);
-    const auto low = [](uint64_t count) { return static_cast<int32_t>(count & 0xffffff); };
-    if (report_->failure == 0 || failure.chunk != 0 || failure.peer == 0 ||
-        failure.expected != low(calls_ + 1) || failure.seen != low(calls_)) {
-      fail("%s, alone: the report says chunk %d, peer %d, expected %d, seen %d", name_.c_str(),
-           failure.chunk, failure.peer, failure.expected, failure.seen);
-    }
-    *report_ = {};
+    failure_alone(gemm);
   }
 
  private:
-  static constexpr uint64_t kFirstCalls = (uint64_t{1} << 32) - 4;
   static constexpr uint64_t kTag = uint64_t{29} << kernels::kCallTagShift;
-  static constexpr int64_t kLateUs = 2000;
 
-  struct Memory {
+  struct Memory : RankWords {
     Memory(const MessageCase& all, int rank)
-        : operands(all.sent(rank), all.shape_.n, all.shape_.k, all.k_contiguous_,
+        : RankWords(all.ranks_, all.ranks_ * kernels::kMaxPeerBlocks),
+          operands(all.sent(rank), all.shape_.n, all.shape_.k, all.k_contiguous_,
                    static_cast<uint32_t>(rank)),
           slot(all.ranks_ * all.message_elements()),
           output(2 * kGuard + all.received(rank) * all.shape_.n),
           want(all.received(rank) * all.shape_.n),
           product(all.sent(rank) * all.shape_.n),
-          flags(all.ranks_ * kernels::kMaxPeerBlocks),
-          calls(1),
-          ended(all.ranks_),
-          tiles_taken(2),
-          stored(kernels::kMaxPeers) {
-      for (Buffer<uint64_t>* words : {&flags, &calls, &ended}) {
-        const std::vector<uint64_t> before(static_cast<size_t>(words->elements()), kFirstCalls);
-        CUDA_CHECK(cudaMemcpy(words->data(), before.data(), before.size() * sizeof(uint64_t),
-                              cudaMemcpyHostToDevice));
-      }
-      tiles_taken.zero(nullptr);
-      CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    }
-    ~Memory() { cudaStreamDestroy(stream); }
+          stored(kernels::kMaxPeers) {}
 
     TestOperands<T, In> operands;
     Buffer<T> slot;  // what each rank sends here
     Buffer<T> output, want, product;
-    Buffer<uint64_t> flags, calls, ended;
-    Buffer<uint32_t> tiles_taken;
     Buffer<int32_t> stored;
-    cudaStream_t stream = nullptr;
   };
 
   Memory& memory(int rank) const { return *memory_[static_cast<size_t>(rank % ranks_)]; }
+  RankWords& words(int rank) const override { return memory(rank); }
   int64_t rows(int from, int to) const {
     return shape_.rows[static_cast<size_t>(from)][static_cast<size_t>(to)];
   }
@@ -176,7 +131,7 @@ class MessageCase {
     }
   }
 
-  kernels::GemmParams params(int rank) const {
+  kernels::GemmParams params(int rank) const override {
     const plan::KernelShape tile = plan::kernel_shape(kernel_, false);
     Memory& own = memory(rank);
     kernels::GemmParams gemm;
@@ -205,7 +160,7 @@ class MessageCase {
     meeting.calls = own.calls.data();
     meeting.tag = kTag;
     meeting.deadline_ns = kWaitNs;
-    meeting.report = report_;
+    meeting.report = report_.get();
     messages.stored = own.stored.data();
     for (int peer = 0; peer < ranks_; ++peer) {
       gemm.rows.range_begin[peer] = static_cast<int32_t>(send_begin(rank, peer));
@@ -219,85 +174,33 @@ class MessageCase {
                                  own.output.data() + kGuard + receive_begin(rank, peer) * shape_.n,
                                  rows(peer, rank) * shape_.n * static_cast<int64_t>(sizeof(T))};
     }
-    gemm.ending.tiles_taken = own.tiles_taken.data();
-    gemm.ending.signal.calls = own.calls.data();
-    gemm.ending.signal.count = ranks_ - 1;
-    for (int distance = 1; distance < ranks_; ++distance) {
-      gemm.ending.signal.flags[distance - 1] = memory(rank + distance).ended.data() + rank;
-    }
+    put_ending_into(gemm, rank);
     if (!kernels::gemm_supported(kernel_, gemm)) fail("%s: not supported", name_.c_str());
     return gemm;
   }
 
-  void prepare() {
+  void prepare() override {
     for (const auto& memory : memory_) {
       memory->slot.poison(nullptr);
       memory->output.poison(nullptr);
       memory->stored.zero(nullptr);
     }
-    CUDA_CHECK(cudaDeviceSynchronize());
   }
 
-  // One call, of which a rank (-1: none) comes late. It is launched last.
-  void run(const std::vector<int>& ctas, int late) {
-    prepare();
-    for (int turn = 1; turn <= ranks_; ++turn) {
-      const int rank = (std::max(late, 0) + turn) % ranks_;
-      Memory& own = memory(rank);
-      kernels::GemmParams gemm = params(rank);
-      gemm.ctas = ctas[static_cast<size_t>(rank)];
-      if (rank == late) CUDA_CHECK(kernels::delay(kLateUs, own.stream));
-      CUDA_CHECK(kernels::launch_gemm(kernel_, gemm, own.stream));
-    }
-    CUDA_CHECK(cudaDeviceSynchronize());
-    ++calls_;
-    const std::string what = name_ + ", call " + std::to_string(calls_ - kFirstCalls) +
-                             (late < 0 ? "" : ", rank " + std::to_string(late) + " late");
-    if (report_->failure != 0) {
-      const kernels::WaitFailure failure = kernels::unpack(report_->failure);
-      fail("%s: a wait for rank %d passed its deadline: expected %d, seen %d", what.c_str(),
-           failure.peer, failure.expected, failure.seen);
-    }
-    for (int rank = 0; rank < ranks_; ++rank) {
-      expect_rank(rank, what + ", rank " + std::to_string(rank));
-    }
-  }
-
-  template <class Word>
-  static void expect_word(const Word* at, Word want, const std::string& what) {
-    Word got;
-    CUDA_CHECK(cudaMemcpy(&got, at, sizeof(got), cudaMemcpyDeviceToHost));
-    if (got != want) {
-      fail("%s: %llu, expected %llu", what.c_str(), static_cast<unsigned long long>(got),
-           static_cast<unsigned long long>(want));
-    }
-  }
-
-  void expect_rank(int rank, const std::string& what) {
+  void expect_rank(int rank, const std::string& what) override {
     Memory& own = memory(rank);
     expect(own.output, {own.want.data(), received(rank), shape_.n, shape_.n, false, 1, 1, {}},
            what);
-    expect_word(own.calls.data(), calls_, what + ": calls");
-    for (int word = 0; word < 2; ++word) {
-      expect_word(own.tiles_taken.data() + word, uint32_t{0}, what + ": tiles taken");
-    }
     for (int peer = 0; peer < ranks_; ++peer) {
       if (peer == rank) continue;
-      const std::string whose = " of rank " + std::to_string(peer);
-      expect_word(own.flags.data() + peer * kernels::kMaxPeerBlocks, kTag + calls_,
-                  what + ": flag" + whose);
-      expect_word(own.ended.data() + peer, calls_, what + ": calls" + whose);
+      expect_words(own.flags.data() + peer * kernels::kMaxPeerBlocks, 1, kTag + calls_,
+                   what + ": flag of rank " + std::to_string(peer));
     }
   }
 
-  const plan::Kernel kernel_;
-  const int ranks_;
   const MessageShape shape_;
   const bool k_contiguous_;
-  const std::string name_;
   int64_t room_ = 0;  // rows of the longest message
-  kernels::WaitReport* report_ = nullptr;
-  uint64_t calls_ = kFirstCalls;  // that have ended
   std::vector<std::unique_ptr<Memory>> memory_;
 };
 

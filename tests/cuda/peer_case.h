@@ -23,19 +23,10 @@ class PeerCase {
  public:
   PeerCase(int ranks, int64_t elements)
       : ranks_(ranks), elements_(elements), piece_((elements / 4 + ranks - 1) / ranks * 4) {
-    CUDA_CHECK(cudaMallocHost(&report_, sizeof(*report_)));
-    *report_ = {};
     for (int rank = 0; rank < ranks; ++rank) {
       memory_.push_back(std::make_unique<Memory>(ranks, elements + 4 * ranks));
-      CUDA_CHECK(cudaStreamCreateWithFlags(&memory_.back()->stream, cudaStreamNonBlocking));
     }
   }
-  ~PeerCase() {
-    for (const auto& memory : memory_) cudaStreamDestroy(memory->stream);
-    cudaFreeHost(report_);
-  }
-  PeerCase(const PeerCase&) = delete;
-  PeerCase& operator=(const PeerCase&) = delete;
 
   void check(int calls) {
     for (int call = 0; call < calls; ++call) {
@@ -66,11 +57,11 @@ class PeerCase {
         }
       }
       CUDA_CHECK(cudaDeviceSynchronize());
-      if (report_->failure == 0) {
+      if (!report_.failed()) {
         fail("peers: %d ranks with other %s took each other's signals", ranks_,
              low_latency_call ? "low-latency calls" : "calls");
       }
-      *report_ = {};
+      report_.clear();
     }
   }
 
@@ -99,7 +90,7 @@ class PeerCase {
 
     Buffer<uint64_t> flags;
     Buffer<float> slot, low_latency, own, output;
-    cudaStream_t stream = nullptr;
+    const Stream stream;
   };
 
   static constexpr int64_t kShortWaitNs = 50'000'000;
@@ -127,20 +118,17 @@ class PeerCase {
     for (int rank = 0; rank < ranks_; ++rank) {
       std::vector<float> terms(static_cast<size_t>(elements_));
       for (int64_t i = 0; i < elements_; ++i) terms[static_cast<size_t>(i)] = term(call, rank, i);
-      Memory& memory = *memory_[static_cast<size_t>(rank)];
-      CUDA_CHECK(cudaMemcpy(memory.own.data(), terms.data(), terms.size() * sizeof(float),
-                            cudaMemcpyHostToDevice));
-      memory.output.poison(nullptr);
+      Memory& own = memory(rank);
+      upload(own.own.data(), terms);
+      own.output.poison(nullptr);
     }
     CUDA_CHECK(cudaDeviceSynchronize());
   }
 
   void expect(int rank, int64_t first, int64_t count, const std::string& what, auto right) {
     CUDA_CHECK(cudaDeviceSynchronize());
-    if (report_->failure != 0) fail("%s: a wait passed its deadline", what.c_str());
-    std::vector<float> got(static_cast<size_t>(count));
-    CUDA_CHECK(cudaMemcpy(got.data(), memory_[static_cast<size_t>(rank)]->output.data() + first,
-                          got.size() * sizeof(float), cudaMemcpyDeviceToHost));
+    if (report_.failed()) fail("%s: a wait passed its deadline", what.c_str());
+    const std::vector<float> got = download(memory(rank).output.data() + first, count);
     for (int64_t i = 0; i < count; ++i) {
       if (got[static_cast<size_t>(i)] != right(first + i)) {
         fail("%s, %d ranks, rank %d: element %lld is %g, expected %g", what.c_str(), ranks_, rank,
@@ -171,7 +159,7 @@ class PeerCase {
     params.calls = own.counts(2);
     params.tag = tag_of(3);
     params.deadline_ns = kWaitNs;
-    params.report = report_;
+    params.report = report_.get();
     return params;
   }
 
@@ -188,34 +176,34 @@ class PeerCase {
   }
 
   kernels::PeerCollectiveParams params_of(int rank) {
-    Memory& memory = *memory_[static_cast<size_t>(rank)];
+    Memory& own = memory(rank);
     kernels::PeerCollectiveParams params;
     params.dtype = plan::DType::kFloat32;
     params.rank = rank;
     params.ranks = ranks_;
     params.stride = piece_ / 4;
-    params.own = memory.own.data();
-    params.output = memory.output.data();
+    params.own = own.own.data();
+    params.output = own.output.data();
     for (int peer = 0; peer < ranks_; ++peer) {
-      Memory& theirs = *memory_[static_cast<size_t>(peer)];
+      Memory& theirs = memory(peer);
       params.count[peer] =
           (std::min((peer + 1) * piece_, elements_) - std::min(peer * piece_, elements_)) / 4;
-      params.received[peer] = memory.slot.data() + peer * piece_;
-      params.final_received[peer] = memory.slot.data() + (ranks_ + peer) * piece_;
+      params.received[peer] = own.slot.data() + peer * piece_;
+      params.final_received[peer] = own.slot.data() + (ranks_ + peer) * piece_;
       params.final_destination[peer] = theirs.slot.data() + (ranks_ + rank) * piece_;
       if (peer != rank) params.destination[peer] = theirs.slot.data() + rank * piece_;
       for (int step = 0; step < 2; ++step) {
         params.announce[step][peer] = theirs.blocks(step, rank);
-        params.arrived[step] = memory.blocks(step, 0);
+        params.arrived[step] = own.blocks(step, 0);
       }
       params.announce_end[peer] = theirs.ended(rank);
     }
-    params.ended = memory.ended(0);
-    params.calls = memory.counts(0);
+    params.ended = own.ended(0);
+    params.calls = own.counts(0);
     params.tag = tag_of(5);
-    params.blocks_done = reinterpret_cast<uint32_t*>(memory.counts(1));
+    params.blocks_done = reinterpret_cast<uint32_t*>(own.counts(1));
     params.deadline_ns = kWaitNs;
-    params.report = report_;
+    params.report = report_.get();
     return params;
   }
 
@@ -250,14 +238,14 @@ class PeerCase {
   void gather(int call) {
     fill(call);
     for (int rank = 0; rank < ranks_; ++rank) {
-      Memory& memory = *memory_[static_cast<size_t>(rank)];
+      Memory& own = memory(rank);
       kernels::PeerCollectiveParams params = params_of(rank);
       params.gathers = true;
       for (int peer = 0; peer < ranks_; ++peer) {
         params.count[peer] = params.stride;
-        if (peer != rank) params.send[peer] = memory.own.data();
+        if (peer != rank) params.send[peer] = own.own.data();
       }
-      CUDA_CHECK(kernels::peer_collective(params, memory.stream));
+      CUDA_CHECK(kernels::peer_collective(params, own.stream));
     }
     const int64_t count = std::min(piece_, elements_);
     for (int rank = 0; rank < ranks_; ++rank) {
@@ -282,43 +270,40 @@ class PeerCase {
   void exchange(int call) {
     const int64_t room = elements_;  // of a message
     for (int rank = 0; rank < ranks_; ++rank) {
-      memory_[static_cast<size_t>(rank)]->output.poison(nullptr);
+      memory(rank).output.poison(nullptr);
     }
     CUDA_CHECK(cudaDeviceSynchronize());
     std::vector<std::unique_ptr<Buffer<float>>> outgoing;
     std::vector<std::vector<float>> expected(static_cast<size_t>(ranks_));
     std::vector<kernels::PeerExchangeParams> all;
     for (int rank = 0; rank < ranks_; ++rank) {
-      Memory& memory = *memory_[static_cast<size_t>(rank)];
+      Memory& own = memory(rank);
       kernels::PeerExchangeParams params{params_of(rank)};
-      params.blocks_sent = reinterpret_cast<uint32_t*>(memory.counts(3));
+      params.blocks_sent = reinterpret_cast<uint32_t*>(own.counts(3));
       params.sends = (rank + call) % 2 == 0;
       outgoing.push_back(std::make_unique<Buffer<float>>(ranks_ * room));
       int64_t place = 0;
       for (int peer = 0; peer < ranks_; ++peer) {
         const int64_t count = message(call, rank, peer);
-        const bool own = peer == rank;
+        const bool to_self = peer == rank;
         std::vector<float> letters(static_cast<size_t>(count));
         for (int64_t i = 0; i < count; ++i) {
           letters[static_cast<size_t>(i)] = letter(call, rank, peer, i);
         }
-        float* slot = memory_[static_cast<size_t>(peer)]->slot.data() + rank * room;
+        float* slot = memory(peer).slot.data() + rank * room;
         // The data stored before: in the slot, and this rank's own where it belongs.
         float* from = params.sends ? outgoing.back()->data() + peer * room : slot;
         const int64_t received = message(call, peer, rank);
-        params.output[peer] = memory.output.data() + place;
-        if (own && !params.sends) from = memory.output.data() + place;
-        if (count > 0) {
-          CUDA_CHECK(cudaMemcpy(from, letters.data(), letters.size() * sizeof(float),
-                                cudaMemcpyHostToDevice));
-        }
+        params.output[peer] = own.output.data() + place;
+        if (to_self && !params.sends) from = own.output.data() + place;
+        if (count > 0) upload(from, letters);
         if (params.sends) {
           params.send[peer] = from;
           params.send_count[peer] = count / 4;
         }
-        if (!own) {
+        if (!to_self) {
           params.destination[peer] = slot;
-          params.received[peer] = memory.slot.data() + peer * room;
+          params.received[peer] = own.slot.data() + peer * room;
           params.receive_count[peer] = received / 4;
         }
         for (int64_t i = 0; i < received; ++i) {
@@ -330,8 +315,7 @@ class PeerCase {
     }
     CUDA_CHECK(cudaDeviceSynchronize());
     for (int rank = 0; rank < ranks_; ++rank) {
-      CUDA_CHECK(kernels::peer_exchange(all[static_cast<size_t>(rank)],
-                                        memory_[static_cast<size_t>(rank)]->stream));
+      CUDA_CHECK(kernels::peer_exchange(all[static_cast<size_t>(rank)], memory(rank).stream));
     }
     for (int rank = 0; rank < ranks_; ++rank) {
       const std::vector<float>& right = expected[static_cast<size_t>(rank)];
@@ -343,7 +327,7 @@ class PeerCase {
   const int ranks_;
   const int64_t elements_;  // of a message: a multiple of 4
   const int64_t piece_;
-  kernels::WaitReport* report_ = nullptr;
+  Report report_;
   std::vector<std::unique_ptr<Memory>> memory_;
 };
 

@@ -1,6 +1,4 @@
-// A ring's GEMMs, or those of owners, which announce tiles to each other and wait for them, with all "ranks" on one
-// device: each on a stream of its own, in memory of its own, with a share of the SMs, so that all of them run at the same
-// time.
+// A ring's GEMMs, or those of owners, which announce tiles to each other and wait for them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,16 +7,11 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "checking.h"
-#include "gemm_case.h"
-#include "kernels/gemm/gemm.h"
-#include "kernels/peer/peer_signal.h"
-#include "kernels/signal/signal.h"
 #include "plan/ring_order.h"
 #include "plan/templates.h"
+#include "ranks_case.h"
 
 namespace overlap::check {
 
@@ -70,101 +63,65 @@ __global__ void add_in_order(Terms<T> terms, int ranks, int64_t count, T* sum) {
 
 // In: of the operands, where that is fp8.
 template <class T, class In = T>
-class RingCase {
+class RingCase : RanksCase {
  public:
   RingCase(plan::Kernel kernel, int ranks, const RingShape& shape, bool k_contiguous, bool mirrors,
            bool owners = false)
-      : kernel_(kernel),
-        ranks_(ranks),
+      : RanksCase(
+            kernel, ranks,
+            std::string(plan::name(kernel)) + (owners ? ": owners, " : ": ring of ") +
+                std::to_string(ranks) + " ranks, parts of " + std::to_string(shape.part_rows) +
+                (shape.short_by == 0
+                     ? ""
+                     : " (the last " + std::to_string(shape.part_rows - shape.short_by) + ")") +
+                " x " + std::to_string(shape.n) + ", k = " + std::to_string(shape.k) +
+                (k_contiguous ? "" : ", weight along n") + (std::is_same_v<T, In> ? "" : ", fp8") +
+                (mirrors ? ", mirrored and collected" : "")),
         shape_(shape),
         k_contiguous_(k_contiguous),
         mirrors_(mirrors),
         owners_(owners),
-        output_stride_(shape.n + 16),
-        name_(
-            std::string(plan::name(kernel)) + (owners ? ": owners, " : ": ring of ") +
-            std::to_string(ranks) + " ranks, parts of " + std::to_string(shape.part_rows) +
-            (shape.short_by == 0 ? "" : " (the last " + std::to_string(rows_of(ranks - 1)) + ")") +
-            " x " + std::to_string(shape.n) + ", k = " + std::to_string(shape.k) +
-            (k_contiguous ? "" : ", weight along n") + (std::is_same_v<T, In> ? "" : ", fp8") +
-            (mirrors ? ", mirrored and collected" : "")) {
+        output_stride_(shape.n + 16) {
     make_order();
-    CUDA_CHECK(cudaMallocHost(&report_, sizeof(*report_)));
-    *report_ = {};
     for (int rank = 0; rank < ranks; ++rank)
       memory_.push_back(std::make_unique<Memory>(*this, static_cast<uint32_t>(rank)));
     make_references();
   }
-  ~RingCase() { cudaFreeHost(report_); }
-  RingCase(const RingCase&) = delete;
-  RingCase& operator=(const RingCase&) = delete;
 
   void check() {
-    const int share = std::max(2, sm_count() / ranks_ / 2 * 2);
-    const std::vector<int> shares(static_cast<size_t>(ranks_), share);
-    run(shares, -1);
-    // Whoever is late is waited for, by one rank after the other.
-    for (int late = 0; late < ranks_; ++late) run(shares, late);
-    run(std::vector<int>(static_cast<size_t>(ranks_), 2), -1);  // one cluster for all tiles
-    std::vector<int> unequal = shares;
+    check_calls(1);
+    std::vector<int> unequal = shares();
     unequal[0] = 4;
     run(unequal, ranks_ - 1);
-    // More clusters than get SMs: the others hold theirs, and wait for this rank's tiles.
-    std::vector<int> crowded = shares;
-    crowded.back() = 2 * sm_count();
-    run(crowded, ranks_ - 1);
   }
 
-  // A rank alone: its GEMM ends at the deadline, and says for whom it waited.
   void check_deadline() {
     prepare();
     kernels::GemmParams gemm = params(0);
-    gemm.ctas = 4;
-    gemm.ending.signal = {};
     gemm.peers->tiles.deadline_ns = 20'000'000;
-    CUDA_CHECK(kernels::launch_gemm(kernel_, gemm, memory_[0]->stream));
-    CUDA_CHECK(cudaDeviceSynchronize());
-    const kernels::WaitFailure failure = kernels::unpack(report_->failure);
-    const auto low = [](uint64_t count) { return static_cast<int32_t>(count & 0xffffff); };
-    if (failure.chunk != 0 || failure.peer != ranks_ - 1 || failure.expected != low(calls_ + 1) ||
-        failure.seen != low(calls_)) {
-      fail("%s, alone: the report says chunk %d, peer %d, expected %d, seen %d", name_.c_str(),
-           failure.chunk, failure.peer, failure.expected, failure.seen);
-    }
-    expect_words(memory_[0]->tiles_taken, 2, uint32_t{0}, name_ + ", alone: tiles taken");
-    *report_ = {};
+    const int32_t peer = failure_alone(gemm).peer;
+    if (peer != ranks_ - 1) fail("%s, alone: it waited for rank %d", name_.c_str(), peer);
+    expect_words(memory(0).tiles_taken.data(), 2, uint32_t{0}, name_ + ", alone: tiles taken");
   }
 
  private:
-  static constexpr uint64_t kFirstCalls = (uint64_t{1} << 32) - 4;  // numbers grow past 32 bits
   static constexpr uint64_t kTag = uint64_t{13} << kernels::kCallTagShift;
   static constexpr int64_t kSpareFlags = 64;  // that nobody may write
-  static constexpr int64_t kLateUs = 2000;
 
-  struct Memory {
+  struct Memory : RankWords {
     Memory(const RingCase& ring, uint32_t rank)
-        : operands(ring.ranks_ * ring.shape_.part_rows - ring.shape_.short_by, ring.shape_.n,
+        : RankWords(ring.ranks_, ring.passed_tiles() + kSpareFlags),
+          operands(ring.ranks_ * ring.shape_.part_rows - ring.shape_.short_by, ring.shape_.n,
                    ring.shape_.k, ring.k_contiguous_, rank),
           output(ring.part_elements()),
           mirrored(ring.all_elements()),
           collected(ring.all_elements()),
           terms(ring.all_elements()),
-          flags(ring.passed_tiles() + kSpareFlags),
-          calls(1),
-          ended(ring.ranks_),
-          tiles_taken(2),
           counters(1) {
       for (int phase = 0; phase + 1 < ring.ranks_; ++phase) {
         partial.push_back(std::make_unique<Buffer<T>>(ring.part_elements()));
       }
-      // As the calls before have left them.
-      set(flags, kFirstCalls);
-      set(calls, kFirstCalls);
-      set(ended, kFirstCalls);
-      tiles_taken.zero(nullptr);
-      CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     }
-    ~Memory() { cudaStreamDestroy(stream); }
 
     TestOperands<T, In> operands;
     Buffer<T> output;
@@ -172,34 +129,8 @@ class RingCase {
     Buffer<T> collected;  // and where those are copied
     Buffer<T> terms;      // of all ranks, of this one's part; its own is not read
     std::vector<std::unique_ptr<Buffer<T>>> partial;  // of each phase, from the rank before
-    Buffer<uint64_t> flags, calls;
-    Buffer<uint64_t> ended;  // as the peers say, by rank
-    Buffer<uint32_t> tiles_taken;
     Buffer<int32_t> counters;
-    cudaStream_t stream = nullptr;
   };
-
-  static void set(const Buffer<uint64_t>& words, uint64_t value) {
-    const std::vector<uint64_t> values(static_cast<size_t>(words.elements()), value);
-    CUDA_CHECK(cudaMemcpy(words.data(), values.data(), values.size() * sizeof(uint64_t),
-                          cudaMemcpyHostToDevice));
-  }
-
-  template <class Word>
-  void expect_words(const Buffer<Word>& words, int64_t count, Word want, const std::string& what,
-                    int64_t first = 0) {
-    std::vector<Word> got(static_cast<size_t>(count));
-    CUDA_CHECK(cudaMemcpy(got.data(), words.data() + first, got.size() * sizeof(Word),
-                          cudaMemcpyDeviceToHost));
-    for (int64_t i = 0; i < count; ++i) {
-      if (got[static_cast<size_t>(i)] != want) {
-        fail("%s: number %lld is %llu, expected %llu", what.c_str(),
-             static_cast<long long>(first + i),
-             static_cast<unsigned long long>(got[static_cast<size_t>(i)]),
-             static_cast<unsigned long long>(want));
-      }
-    }
-  }
 
   // In rounds of one cluster or two of each part, or all of it.
   void make_order() {
@@ -224,6 +155,7 @@ class RingCase {
   // From the rank before, and, of final tiles, from each.
   int64_t passed_tiles() const { return (ranks_ - 1) * part_tiles() * (mirrors_ ? 2 : 1); }
   Memory& memory(int rank) const { return *memory_[static_cast<size_t>(rank % ranks_)]; }
+  RankWords& words(int rank) const override { return memory(rank); }
   // The part after `hop` more ranks have added to it, the first of them the one after its owner. With owners: the term of
   // the rank that is `hop` + 1 after the owner, but for the last one, which is the sum.
   const T* reference(int part, int hop) const {
@@ -259,7 +191,7 @@ class RingCase {
     CUDA_CHECK(cudaDeviceSynchronize());
   }
 
-  kernels::GemmParams params(int rank) const {
+  kernels::GemmParams params(int rank) const override {
     Memory& own = memory(rank);
     Memory& next = memory(rank + 1);
     kernels::GemmParams gemm;
@@ -308,55 +240,22 @@ class RingCase {
     peers.tiles.deadline_ns = kWaitNs;
     peers.tiles.rank = rank;
     peers.tiles.ranks = ranks_;
-    peers.tiles.report = report_;
-    gemm.ending.tiles_taken = own.tiles_taken.data();
+    peers.tiles.report = report_.get();
     peers.spread_ns = rank % 2 == 0 ? 10'000 : 0;  // each rank's own affair
-    gemm.ending.signal.calls = own.calls.data();
-    gemm.ending.signal.count = ranks_ - 1;
-    for (int distance = 1; distance < ranks_; ++distance) {
-      gemm.ending.signal.flags[distance - 1] = memory(rank + distance).ended.data() + rank;
-    }
+    put_ending_into(gemm, rank);
     gemm.order = order_;
     gemm.counters = own.counters.data();
     if (!kernels::gemm_supported(kernel_, gemm)) fail("%s: not supported", name_.c_str());
     return gemm;
   }
 
-  void prepare() {
+  void prepare() override {
     for (const auto& memory : memory_) {
-      memory->output.poison(nullptr);
-      memory->mirrored.poison(nullptr);
-      memory->collected.poison(nullptr);
-      memory->terms.poison(nullptr);
+      for (Buffer<T>* all :
+           {&memory->output, &memory->mirrored, &memory->collected, &memory->terms})
+        all->poison(nullptr);
       for (const auto& partial : memory->partial) partial->poison(nullptr);
       memory->counters.zero(nullptr);
-    }
-    CUDA_CHECK(cudaDeviceSynchronize());
-  }
-
-  // One call, of which a rank (-1: none) comes late. It is launched last: whatever SMs it asks for, the
-  // others have theirs.
-  void run(const std::vector<int>& ctas, int late) {
-    prepare();
-    for (int turn = 1; turn <= ranks_; ++turn) {
-      const int rank = (std::max(late, 0) + turn) % ranks_;
-      Memory& own = memory(rank);
-      kernels::GemmParams gemm = params(rank);
-      gemm.ctas = ctas[static_cast<size_t>(rank)];
-      if (rank == late) CUDA_CHECK(kernels::delay(kLateUs, own.stream));
-      CUDA_CHECK(kernels::launch_gemm(kernel_, gemm, own.stream));
-    }
-    CUDA_CHECK(cudaDeviceSynchronize());
-    ++calls_;
-    const std::string what = name_ + ", call " + std::to_string(calls_ - kFirstCalls) +
-                             (late < 0 ? "" : ", rank " + std::to_string(late) + " late");
-    if (report_->failure != 0) {
-      const kernels::WaitFailure failure = kernels::unpack(report_->failure);
-      fail("%s: a wait for rank %d passed its deadline: expected %d, seen %d", what.c_str(),
-           failure.peer, failure.expected, failure.seen);
-    }
-    for (int rank = 0; rank < ranks_; ++rank) {
-      expect_rank(rank, what + ", rank " + std::to_string(rank));
     }
   }
 
@@ -374,8 +273,9 @@ class RingCase {
                          const std::string& what) {
     const T* from = all.data() + kGuard + place * part_stride();
     if (untouched) {
-      std::vector<unsigned char> bytes(static_cast<size_t>(part_stride()) * sizeof(T));
-      CUDA_CHECK(cudaMemcpy(bytes.data(), from, bytes.size(), cudaMemcpyDeviceToHost));
+      const std::vector<unsigned char> bytes =
+          download(reinterpret_cast<const unsigned char*>(from),
+                   part_stride() * static_cast<int64_t>(sizeof(T)));
       if (std::any_of(bytes.begin(), bytes.end(),
                       [](unsigned char byte) { return byte != 0xff; })) {
         fail("%s: was written", what.c_str());
@@ -388,7 +288,7 @@ class RingCase {
     expect_part(alone, part, hop, what);
   }
 
-  void expect_rank(int rank, const std::string& what) {
+  void expect_rank(int rank, const std::string& what) override {
     Memory& own = memory(rank);
     expect_part(own.output, rank, ranks_ - 1, what + ", the own part");
     for (int peer = 0; peer < ranks_; ++peer) {
@@ -407,30 +307,20 @@ class RingCase {
       expect_part_of_all(own.mirrored, part, untouched || !mirrors_, what + whose);
       expect_part_of_all(own.collected, part, untouched || !mirrors_, what + whose + ", collected");
     }
-    expect_words(own.flags, passed_tiles(), kTag + calls_, what + ": flags");
-    expect_words(own.flags, kSpareFlags, kFirstCalls, what + ": flags", passed_tiles());
-    expect_words(own.tiles_taken, 2, uint32_t{0}, what + ": tiles taken");
-    expect_words(own.calls, 1, calls_, what + ": calls");
-    for (int peer = 0; peer < ranks_; ++peer) {
-      expect_words(own.ended, 1, peer == rank ? kFirstCalls : calls_, what + ": calls of peers",
-                   peer);
-    }
-    expect_words(own.counters, 1, order_.num_tiles(), what + ": counters");
+    expect_words(own.flags.data(), passed_tiles(), kTag + calls_, what + ": flags");
+    expect_words(own.flags.data() + passed_tiles(), kSpareFlags, kFirstCalls,
+                 what + ": spare flags");
+    expect_words(own.counters.data(), 1, order_.num_tiles(), what + ": counters");
   }
 
-  const plan::Kernel kernel_;
-  const int ranks_;
   const RingShape shape_;
   const bool k_contiguous_;
   const bool mirrors_;
   const bool owners_;
   const int64_t output_stride_;
-  const std::string name_;
   int32_t part_tile_rows_ = 0;
   int32_t round_tile_rows_ = 0;
   plan::TileOrder order_;
-  kernels::WaitReport* report_ = nullptr;
-  uint64_t calls_ = kFirstCalls;  // that have ended
   std::vector<std::unique_ptr<Memory>> memory_;
   std::vector<std::unique_ptr<Buffer<T>>> references_;
 };
