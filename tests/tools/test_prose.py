@@ -5,12 +5,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = next(
-    folder / "tools/prose.py"
-    for folder in Path(__file__).resolve().parents
-    if (folder / "tools/prose.py").exists()
-)
-spec = importlib.util.spec_from_file_location("prose", TOOL)
+spec = importlib.util.spec_from_file_location("prose", Path(__file__).parents[2] / "tools/prose.py")
 prose = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(prose)
 

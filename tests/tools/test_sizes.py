@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -31,30 +32,21 @@ def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
             begins[indentation] = (number, line)
 
 
-def python_parts(text: str) -> Iterator[tuple[ast.AST, int]]:
-    """The functions and classes of a Python file, and their lengths without docstrings, a class's with its methods'."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def python_parts(text: str, kinds: type) -> Iterator[tuple[str, int]]:
+    """Names and lengths of a Python file's functions or classes, without docstrings, also those of a class's methods."""
+    documented = FUNCTIONS | ast.ClassDef
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, kinds):
-            inner = ast.walk(node) if isinstance(node, ast.ClassDef) else [node]
-            documented = [
-                one.body[0] for one in inner
-                if isinstance(one, kinds) and ast.get_docstring(one) is not None
-            ]  # fmt: skip
-            doc = sum(first.end_lineno - first.lineno + 1 for first in documented)
-            yield node, node.end_lineno - node.lineno + 1 - doc
-
-
-def python_functions(text: str) -> Iterator[tuple[str, int]]:
-    for node, lines in python_parts(text):
-        if not isinstance(node, ast.ClassDef):
-            yield node.name, lines
-
-
-def python_classes(text: str) -> Iterator[tuple[str, int]]:
-    for node, lines in python_parts(text):
-        if isinstance(node, ast.ClassDef):
-            yield node.name, lines
+            docs = [
+                inner.body[0]
+                for inner in (ast.walk(node) if isinstance(node, ast.ClassDef) else [node])
+                if isinstance(inner, documented) and ast.get_docstring(inner) is not None
+            ]
+            doc = sum(first.end_lineno - first.lineno + 1 for first in docs)
+            yield node.name, node.end_lineno - node.lineno + 1 - doc
 
 
 def tracked(folder: str, *suffixes: str) -> list[str]:
@@ -68,7 +60,7 @@ def tracked(folder: str, *suffixes: str) -> list[str]:
 def test_sizes_of_functions():
     readers = [
         (cpp_functions, tracked("csrc", ".cc", ".h", ".cu", ".cuh")),
-        (python_functions, tracked("", ".py")),
+        (partial(python_parts, kinds=FUNCTIONS), tracked("", ".py")),
     ]
     long, seen = set(), 0
     for functions, files in readers:
@@ -91,7 +83,9 @@ def test_sizes_of_files_and_classes_of_the_package():
     lines = {name: (ROOT / name).read_text().count("\n") for name in (*files, *sources)}
     assert {name for name, count in lines.items() if count > MOST_OF_FILE} == LISTS
     classes = {
-        (name, each): count for name, text in texts.items() for each, count in python_classes(text)
+        (name, each): count
+        for name, text in texts.items()
+        for each, count in python_parts(text, ast.ClassDef)
     }
     assert len(classes) > 80
     assert {each: count for each, count in classes.items() if count > MOST_OF_CLASS} == {}
@@ -105,11 +99,8 @@ def test_sizes_of_cpp_counts_lines_of_functions():
     assert list(cpp_functions(text)) == [("f", 5), ("g", 3), ("B", 6)]
 
 
-def test_sizes_of_python_leaves_docstrings_out():
+def test_sizes_of_python_leave_docstrings_out_and_count_a_class_with_its_methods():
     text = 'def f():\n    """One.\n\n    Two."""\n    return 1\nclass A:\n    async def g(self): pass\n'
-    assert sorted(python_functions(text)) == [("f", 2), ("g", 1)]
-
-
-def test_sizes_of_python_count_a_class_with_its_methods():
+    assert sorted(python_parts(text, FUNCTIONS)) == [("f", 2), ("g", 1)]
     text = 'class A:\n    """One."""\n\n    def f(self):\n        """Two."""\n        return 1\n'
-    assert list(python_classes(text)) == [("A", 4)]
+    assert list(python_parts(text, ast.ClassDef)) == [("A", 4)]
