@@ -105,6 +105,23 @@ def expect_reports(outcomes: list[rank_pool.Outcome], survivors: list[int], limi
         assert re.search(r"chunk \d+", message), message
 
 
+def reports_of(
+    world: int,
+    backend: str,
+    job: Callable[..., object],
+    *args: object,
+    deadline_s: float | None = None,
+) -> list[str]:
+    """Messages of all ranks but the last, which fails: by the group's timeout, or by the environment's deadline."""
+    how: dict[str, object] = {"group_timeout_s": GROUP_TIMEOUT_S}
+    if deadline_s is not None:
+        how = {"group_timeout_s": 40.0, "environment": {"OVERLAP_TIMEOUT_S": str(deadline_s)}}
+    outcomes = rank_pool.run_fresh(world, backend, job, *args, **how)
+    limit_s = MARGIN_S + (GROUP_TIMEOUT_S if deadline_s is None else deadline_s)
+    expect_reports(outcomes, list(range(world - 1)), limit_s)
+    return [outcome.value[1] for outcome in outcomes[:-1]]
+
+
 def synchronize() -> None:
     if rank_device().type == "cuda":
         torch.cuda.synchronize()
@@ -126,12 +143,9 @@ def die_in_mid_op(plan: str, use_check: bool, dead: int = 1) -> tuple[float, str
     start = time.monotonic()
     limit_s = GROUP_TIMEOUT_S + MARGIN_S + 5.0
     if use_check:  # calls until the rank is dead, then none
-        while time.monotonic() - start < 2.0:
-            try:
-                step()
-            except RuntimeError as error:
-                return time.monotonic() - start, str(error)
-            time.sleep(0.25)
+        seconds, message = until_error(step, 2.0)
+        if message:
+            return seconds, message
     _, message = until_error(overlap_torch.check if use_check else step, limit_s)
     seconds = time.monotonic() - start
     if rank_device().type == "cuda":  # what was found stays found
@@ -203,22 +217,23 @@ def report_of_others(
     return seconds, message
 
 
+ALLREDUCE, ON_GPUS = "gemm_allreduce", BACKENDS[1].marks
+# Backend, plan, op, and OVERLAP_TIMEOUT_S where it is set instead of the group's timeout.
 NEVER_CALLED = [
-    pytest.param("gloo", "default", "gemm_allreduce"),
-    pytest.param("gloo", "packed", "gemm_allreduce", marks=pytest.mark.long),
-    *(pytest.param("nccl", plan, "gemm_allreduce", marks=BACKENDS[1].marks) for plan in ("default", "packed", "window")),
+    pytest.param("gloo", "default", ALLREDUCE, None),
+    pytest.param("gloo", "packed", ALLREDUCE, None, marks=pytest.mark.long),
+    *(pytest.param("nccl", plan, ALLREDUCE, None, marks=ON_GPUS) for plan in ("default", "packed", "window")),
     *(
-        pytest.param(backend, "default", op, marks=marks) for backend,
-        marks in (("gloo", pytest.mark.whole), ("nccl", BACKENDS[1].marks)) for op in OPS if op != "gemm_allreduce"),
+        pytest.param(backend, "default", op, None, marks=marks) for backend,
+        marks in (("gloo", pytest.mark.whole), ("nccl", ON_GPUS)) for op in OPS if op != ALLREDUCE),
+    *(pytest.param("gloo", plan, ALLREDUCE, SOON_S) for plan in ("default", "row panels")),
+    pytest.param("nccl", "row panels", ALLREDUCE, SOON_S, marks=ON_GPUS),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("backend", "plan", "op"), NEVER_CALLED)
-def test_faults_rank_that_never_calls_is_reported(backend, plan, op):
-    outcomes = rank_pool.run_fresh(
-        2, backend, never_call, plan, True, op, group_timeout_s=GROUP_TIMEOUT_S
-    )
-    expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
+@pytest.mark.parametrize(("backend", "plan", "op", "deadline_s"), NEVER_CALLED)
+def test_faults_rank_that_never_calls_is_reported(backend, plan, op, deadline_s):
+    reports_of(2, backend, never_call, plan, True, op, deadline_s=deadline_s)
 
 
 class Raises(overlap_torch.AttentionKernel):
@@ -270,16 +285,11 @@ OVER_PEERS = [
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 def test_faults_rank_that_never_calls_is_named_over_peers(ranks, op, plan):
     skip_unless_it_runs(ranks, plan)
-    outcomes = rank_pool.run_fresh(
-        ranks.world, "nccl", never_call, plan, True, op,
-        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": str(SOON_S)},
-    )  # fmt: skip
-    missing = ranks.world - 1
-    expect_reports(outcomes, list(range(missing)), SOON_S + MARGIN_S)
-    for outcome in outcomes[:missing]:
+    messages = reports_of(ranks.world, "nccl", never_call, plan, True, op, deadline_s=SOON_S)
+    for message in messages:
         # Around a ring of more, a rank may wait for one that waits for the missing one.
         if ranks.world == 2 or op in ("allgather_gemm", "gemm_alltoall") or plan != "peers":
-            assert f"rank {missing}" in outcome.value[1], outcome.value[1]
+            assert f"rank {ranks.world - 1}" in message, message
 
 
 def call_behind_one_that_gives_up(op: str) -> tuple[float, str] | None:
@@ -312,15 +322,11 @@ def call_behind_one_that_gives_up(op: str) -> tuple[float, str] | None:
 def test_faults_rank_behind_one_that_gave_up_is_told(ranks):
     """The rank's waits all ended in time: with what is not right."""
     ranks.skip_without_peers()
-    outcomes = rank_pool.run_fresh(
-        ranks.world, "nccl", call_behind_one_that_gives_up, "gemm_reducescatter",
-        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": str(LATER_S)},
-    )  # fmt: skip
-    missing = ranks.world - 1
-    expect_reports(outcomes, list(range(missing)), LATER_S + MARGIN_S)
-    assert f"from rank {missing} passed its deadline" in outcomes[0].value[1]
-    for outcome in outcomes[1:missing]:
-        assert "rank 0 has failed, and what it sent since is not right" in outcome.value[1]
+    job = (call_behind_one_that_gives_up, "gemm_reducescatter")
+    first, *others = reports_of(ranks.world, "nccl", *job, deadline_s=LATER_S)
+    assert f"from rank {ranks.world - 1} passed its deadline" in first
+    for message in others:
+        assert "rank 0 has failed, and what it sent since is not right" in message
 
 
 @pytest.mark.parametrize("plan", PEER_PLANS)
@@ -340,23 +346,6 @@ def test_faults_rank_that_never_makes_its_first_call_is_reported(backend):
     seconds, message = outcomes[0].result()
     assert message, "no error"
     assert seconds <= GROUP_TIMEOUT_S + MARGIN_S, f"raised after {seconds:.1f} s: {message}"
-
-
-@pytest.mark.parametrize(
-    ("backend", "plan"),
-    [
-        ("gloo", "default"),
-        ("gloo", "row panels"),
-        pytest.param("nccl", "row panels", marks=BACKENDS[1].marks),
-    ],
-)
-def test_faults_deadline_can_be_set(backend, plan):
-    """OVERLAP_TIMEOUT_S instead of the group's timeout."""
-    outcomes = rank_pool.run_fresh(
-        2, backend, never_call, plan, True,
-        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": str(SOON_S)},
-    )  # fmt: skip
-    expect_reports(outcomes, [0], SOON_S + MARGIN_S)
 
 
 def come_late(failures: Failures, plans: list[str]) -> None:
