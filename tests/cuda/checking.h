@@ -252,14 +252,31 @@ inline void expect_no_mismatch(const Buffer<Mismatch>& device, const std::string
   }
 }
 
-// The whole allocation of an output that begins kGuard elements in.
+// Elements [first, last) of an output.
 template <class T>
-void expect(const Buffer<T>& output, const Expectation<T>& expectation, const std::string& what) {
+void expect_elements(const T* output, int64_t first, int64_t last,
+                     const Expectation<T>& expectation, const std::string& what) {
   Buffer<Mismatch> mismatch(1);
   mismatch.zero(nullptr);
-  launch_check(output.data() + kGuard, -kGuard, output.elements() - kGuard, expectation,
-               mismatch.data(), nullptr);
+  launch_check(output, first, last, expectation, mismatch.data(), nullptr);
   expect_no_mismatch(mismatch, what);
+}
+
+// The whole allocation of an output that begins `guard` elements in.
+template <class T>
+void expect(const Buffer<T>& output, const Expectation<T>& expectation, const std::string& what,
+            int64_t guard = kGuard) {
+  expect_elements(output.data() + guard, -guard, output.elements() - guard, expectation, what);
+}
+
+// A rank's number in a call, and the sum of all ranks': small integers.
+inline float term(int call, int rank, int64_t index) {
+  return static_cast<float>((index * 7 + rank * 3 + call) % 11 - 5);
+}
+inline float sum_of_terms(int ranks, int call, int64_t index) {
+  float total = 0;
+  for (int rank = 0; rank < ranks; ++rank) total += term(call, rank, index);
+  return total;
 }
 
 template <class T>

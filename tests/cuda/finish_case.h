@@ -40,7 +40,7 @@ class FinishCase {
         CUDA_CHECK(kernels::peer_finish(params, memory(rank).stream));
       }
       for (int rank = 0; rank < ranks_; ++rank) {
-        expect(call, rank, [&](int64_t i) { return sum(call, i); });
+        expect(call, rank, [&](int64_t i) { return sum_of_terms(ranks_, call, i); });
       }
       // Without peers, of this rank's terms and no others.
       fill(call);
@@ -85,14 +85,6 @@ class FinishCase {
            (2 * ((rows_ + ranks_ - 1) / ranks_) + rows_);
   }
 
-  static float term(int call, int rank, int64_t i) {
-    return static_cast<float>((i * 7 + rank * 3 + call) % 11 - 5);
-  }
-  float sum(int call, int64_t i) const {
-    float total = 0;
-    for (int rank = 0; rank < ranks_; ++rank) total += term(call, rank, i);
-    return total;
-  }
   static float residual(int64_t i) { return static_cast<float>(i % 13 - 6); }
   float gain(int64_t i) const { return static_cast<float>(i % columns_ % 7 - 3) / 4 + kOffset; }
   float bias(int64_t i) const { return static_cast<float>(i % columns_ % 3); }

@@ -183,6 +183,7 @@ void check_reorder(Kernel kernel, int64_t m, int64_t n, int64_t shift, int32_t c
   expect(packed, {reference, m, n, 0, true, plan.tile_m, plan.tile_n, params.order},
          name + ", pack");
 
+  const Expectation<T> rows{sum.data(), m, n, n, false, 1, 1, {}};
   for (const T* added :
        {static_cast<const T*>(nullptr), static_cast<const T*>(bias.data() + shift)}) {
     reference_bias_kernel<<<256, 256>>>(reference, added, sum.data(), m, n);
@@ -204,13 +205,9 @@ void check_reorder(Kernel kernel, int64_t m, int64_t n, int64_t shift, int32_t c
                              .ctas = ctas};
     CUDA_CHECK(kernels::add_terms(add, nullptr));
     for (const Buffer<T>* result : {&unpacked, &biased}) {
-      Buffer<Mismatch> mismatch(1);
-      mismatch.zero(nullptr);
-      launch_check<T>(result->data() + kGuard + shift, -kGuard - shift,
-                      result->elements() - kGuard - shift, {sum.data(), m, n, n, false, 1, 1, {}},
-                      mismatch.data(), nullptr);
-      expect_no_mismatch(mismatch, name + (result == &biased ? ", add_terms" : ", unpack") +
-                                       (added ? " with bias" : ""));
+      expect(*result, rows,
+             name + (result == &biased ? ", add_terms" : ", unpack") + (added ? " with bias" : ""),
+             kGuard + shift);
     }
     // Twice the same term, exactly.
     Buffer<T> twice(m * n + shift), doubled(2 * kGuard + m * n + shift);
@@ -221,21 +218,13 @@ void check_reorder(Kernel kernel, int64_t m, int64_t n, int64_t shift, int32_t c
     terms.terms = 2;
     terms.destination = doubled.data() + kGuard + shift;
     CUDA_CHECK(kernels::add_terms(terms, nullptr));
-    Buffer<Mismatch> found(1);
-    found.zero(nullptr);
-    launch_check<T>(doubled.data() + kGuard + shift, -kGuard - shift,
-                    doubled.elements() - kGuard - shift, {sum.data(), m, n, n, false, 1, 1, {}},
-                    found.data(), nullptr);
-    expect_no_mismatch(found, name + ", add_terms of two" + (added ? " with bias" : ""));
+    expect(doubled, rows, name + ", add_terms of two" + (added ? " with bias" : ""),
+           kGuard + shift);
     reference_bias_kernel<<<256, 256>>>(reference, added, sum.data(), m, n);
     if (added != nullptr) {  // last use of the source: in place
       add.destination = source.data() + shift;
       CUDA_CHECK(kernels::add_terms(add, nullptr));
-      Buffer<Mismatch> mismatch(1);
-      mismatch.zero(nullptr);
-      launch_check<T>(reference, 0, m * n, {sum.data(), m, n, n, false, 1, 1, {}}, mismatch.data(),
-                      nullptr);
-      expect_no_mismatch(mismatch, name + ", add_terms in place");
+      expect_elements(reference, 0, m * n, rows, name + ", add_terms in place");
     }
   }
 }

@@ -105,15 +105,6 @@ class PeerCase {
     return kernels::low_latency_bytes(std::max(bytes, 2 * piece));
   }
 
-  static float term(int call, int rank, int64_t index) {
-    return static_cast<float>((index * 7 + rank * 3 + call) % 11 - 5);
-  }
-  float sum(int call, int64_t index) const {
-    float total = 0;
-    for (int rank = 0; rank < ranks_; ++rank) total += term(call, rank, index);
-    return total;
-  }
-
   void fill(int call) {
     for (int rank = 0; rank < ranks_; ++rank) {
       std::vector<float> terms(static_cast<size_t>(elements_));
@@ -171,7 +162,7 @@ class PeerCase {
     }
     for (int rank = 0; rank < ranks_; ++rank) {
       expect(rank, 0, elements_, in_pieces ? "low latency, in pieces" : "low latency",
-             [&](int64_t i) { return sum(call, i); });
+             [&](int64_t i) { return sum_of_terms(ranks_, call, i); });
     }
   }
 
@@ -228,9 +219,11 @@ class PeerCase {
       const int64_t first = std::min(rank * piece_, elements_);
       const int64_t count = std::min(first + piece_, elements_) - first;
       if (gathers) {
-        expect(rank, 0, elements_, "reduce and gather", [&](int64_t i) { return sum(call, i); });
+        expect(rank, 0, elements_, "reduce and gather",
+               [&](int64_t i) { return sum_of_terms(ranks_, call, i); });
       } else {
-        expect(rank, 0, count, "reduce", [&](int64_t i) { return sum(call, first + i); });
+        expect(rank, 0, count, "reduce",
+               [&](int64_t i) { return sum_of_terms(ranks_, call, first + i); });
       }
     }
   }
