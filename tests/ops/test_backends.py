@@ -3,6 +3,7 @@
 PyTorch's LocalTensorMode, in which one process stands for all ranks over its fake backend, is here, too.
 """
 
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -249,74 +250,61 @@ def test_local_tensors_are_all_ranks_operands(local_ranks, op, differentiated, m
     assert not failures.lines, failures.lines
 
 
-def styled(style: type, layouts: dict[str, Any], ranks: int, sizes: tuple[int, ...]) -> list:
-    """Output and gradients of a layer under a style, whole, on the last rank."""
+def unsharded(sizes: tuple[int, ...]) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    """A layer, and its output's gradient, its input, its output and what the gradients are."""
     in_features, out_features, *leading = sizes
     layer = integer_linear(in_features, out_features, True)
-    whole = integers(*leading, in_features, seed=3)
+    input = integers(*leading, in_features, seed=3).requires_grad_()
     gradient = integers(*leading, out_features, seed=4)
+    output = layer(input)
+    output.backward(gradient)
+    right = [output.detach(), input.grad, layer.weight.grad, layer.bias.grad]
+    layer.zero_grad()
+    return layer, [input.detach(), gradient], right
+
+
+def styled(
+    style: type, given: Placement, wanted: Placement, ranks: int, layer: torch.nn.Module, operands
+) -> list[torch.Tensor] | None:
+    """Output and gradients of a layer under a style, whole, on the last rank; None where the mode itself refuses them."""
     with LocalTensorMode(ranks):
         mesh = init_device_mesh("cpu", (ranks,))
-        layer = parallelize_module(layer, mesh, style(**layouts, use_local_output=False))
-        input = distribute_tensor(whole, mesh, [layouts["input_layouts"]]).requires_grad_()
-        output = layer(input)
-        output.backward(distribute_tensor(gradient, mesh, output.placements))
+        how = style(input_layouts=given, output_layouts=wanted, use_local_output=False)
+        try:
+            layer = parallelize_module(copy.deepcopy(layer), mesh, how)
+            input = distribute_tensor(operands[0], mesh, [given]).requires_grad_()
+            output = layer(input)
+            output.backward(distribute_tensor(operands[1], mesh, output.placements))
+        except (RuntimeError, AssertionError):
+            return None
         tensors = [output, input.grad, layer.weight.grad, layer.bias.grad]
         wholes = [tensor.redistribute(placements=[Replicate()]).to_local() for tensor in tensors]
         wholes = [getattr(tensor, "wait", lambda tensor=tensor: tensor)() for tensor in wholes]
-    return [of_rank(tensor, ranks - 1) for tensor in wholes]
+    return [of_rank(tensor, ranks - 1).detach() for tensor in wholes]
 
 
-LAYOUTS = list(itertools.product((Replicate(), Shard(0), Shard(1), Shard(-1)), repeat=2))
-by_style = pytest.mark.parametrize(
+@pytest.mark.parametrize("sizes", [(12, 6, 6, 12), (7, 5, 5, 7)], ids=["equal", "unequal"])
+@pytest.mark.parametrize(
     ("ours", "theirs"),
     [(OverlapColwiseParallel, ColwiseParallel), (OverlapRowwiseParallel, RowwiseParallel)],
     ids=["colwise", "rowwise"],
 )
-
-
-def unsharded(sizes: tuple[int, ...]) -> list[torch.Tensor]:
-    in_features, out_features, *leading = sizes
-    layer = integer_linear(in_features, out_features, True)
-    input = integers(*leading, in_features, seed=3).requires_grad_()
-    output = layer(input)
-    output.backward(integers(*leading, out_features, seed=4))
-    return [output.detach(), input.grad, layer.weight.grad, layer.bias.grad]
-
-
-@by_style
-def test_local_tensors_in_styles_are_what_they_are_in_pytorchs(local_ranks, ours, theirs):
-    failures = Failures()
-    sizes = (12, 6, 6, 12)
-    for given, wanted in LAYOUTS:
-        layouts = {"input_layouts": given, "output_layouts": wanted}
-        where = (ours.__name__, given, wanted)
-        mine, right = (styled(style, layouts, local_ranks, sizes) for style in (ours, theirs))
-        failures.expect_equal([tensor.detach() for tensor in mine], unsharded(sizes), *where)
-        for own, their in zip(mine, right, strict=True):  # which adds thirds of a bias
-            failures.expect(close(own.detach(), their.detach()), "beside PyTorch's", *where)
-    assert not failures.lines, failures.lines
-
-
-@by_style
-def test_local_tensors_of_unequal_parts_are_right_where_pytorchs_run(local_ranks, ours, theirs):
-    """The mode itself takes few layouts of such sizes, with PyTorch's styles either."""
-    failures = Failures()
-    sizes = (7, 5, 5, 7)
-
-    def result(style: type, layouts: dict[str, Any]) -> list[torch.Tensor] | None:
-        try:
-            return [each.detach() for each in styled(style, layouts, local_ranks, sizes)]
-        except (RuntimeError, AssertionError):  # the mode's own
-            return None
-
+def test_local_tensors_in_styles_are_what_they_are_in_pytorchs(local_ranks, ours, theirs, sizes):
+    """The mode takes all layouts of equal parts, and few of others, with PyTorch's styles either."""
+    failures, equal = Failures(), sizes[0] % 6 == 0
+    layer, operands, expected = unsharded(sizes)
+    layouts = (Replicate(), Shard(0), Shard(1), Shard(-1))
     ran = []
-    for given, wanted in LAYOUTS:
-        layouts = {"input_layouts": given, "output_layouts": wanted}
-        mine, right = result(ours, layouts), result(theirs, layouts)
-        if mine is not None:
-            failures.expect_equal(mine, unsharded(sizes), ours.__name__, given, wanted)
+    for where in itertools.product(layouts, repeat=2):
+        mine, right = (
+            styled(style, *where, local_ranks, layer, operands) for style in (ours, theirs)
+        )
         ran.append((mine is not None, right is not None))
+        if mine is not None:
+            failures.expect_equal(mine, expected, ours.__name__, *where)
+        if equal:
+            for own, their in zip(mine, right, strict=True):  # which adds thirds of a bias
+                failures.expect(close(own, their), ours.__name__, *where, "beside PyTorch's")
     assert not failures.lines, failures.lines
     assert all(mine or not right for mine, right in ran), ran
     assert any(mine for mine, _ in ran), ran

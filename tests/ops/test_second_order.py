@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -161,8 +162,7 @@ def test_second_order_of_ops_is_the_global_functions(failures: Failures, op: str
         count = len(tensors_of(OPS[op].arguments(case, *place())))
         everything = tuple(range(count))
         # Each operand's gradient alone, all but one, all; and the same of the gradients that are used.
-        subsets = [everything]
-        subsets += [(i,) for i in everything]
+        subsets = [everything, *((i,) for i in everything)]
         subsets += [tuple(j for j in everything if j != i) for i in everything]
         patterns = [(asking, everything) for asking in subsets]
         patterns += [(everything, used) for used in subsets[1:]]
@@ -201,20 +201,17 @@ def test_second_order_costs_the_first_no_communication(failures: Failures, op: s
     if dist.get_backend() == "nccl":
         gather = "_c10d_functional::all_gather_into_tensor"
     scatter = "_c10d_functional::reduce_scatter_tensor"
+    one, gather_gemm, gemm_scatter = (
+        f"overlap::{name}" for name in ("_collective", "allgather_gemm", "gemm_reducescatter")
+    )
+    # Once, and so that it may be differentiated.
     right = {
-        "gemm_allreduce": [],
-        "gemm_reducescatter": ["overlap::allgather_gemm"],
-        "allgather_gemm": [gather, scatter, "overlap::gemm_reducescatter", wait, wait],
-        "gemm_alltoall": ["_c10d_functional::all_to_all_single", wait],
+        "gemm_allreduce": ([], [one]),  # a copy: its derivative is a sum
+        "gemm_reducescatter": ([gather_gemm], [gather_gemm]),
+        "allgather_gemm": ([gather, scatter, gemm_scatter, wait, wait], [one, one, gemm_scatter]),
+        "gemm_alltoall": (["_c10d_functional::all_to_all_single", wait], [one]),
     }[op.partition(".")[0]]
-    one = "overlap::_collective"
-    recorded = {
-        "gemm_allreduce": [one],  # a copy: its derivative is a sum
-        "gemm_reducescatter": ["overlap::allgather_gemm"],
-        "allgather_gemm": [one, one, "overlap::gemm_reducescatter"],
-        "gemm_alltoall": [one],
-    }[op.partition(".")[0]]
-    for create_graph in (False, True):
+    for create_graph, expected in zip((False, True), right, strict=True):
         arguments = OPS[op].arguments(Case((3,), 5, 4, bias=True), *place())
         leaves = [leaf.requires_grad_() for leaf in tensors_of(arguments)]
         outputs = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))
@@ -223,7 +220,7 @@ def test_second_order_costs_the_first_no_communication(failures: Failures, op: s
             torch.autograd.grad(total, leaves, create_graph=create_graph)
         names = [function.name() for function in mode.seen]
         names = [name for name in names if name.startswith(("overlap::", "_c10d_functional::"))]
-        failures.equal(names, recorded if create_graph else right, op, create_graph)
+        failures.equal(names, expected, op, create_graph)
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
@@ -415,19 +412,15 @@ def test_transforms_of_ops(failures: Failures, op: str) -> None:
     asking = [map_tensors(lambda t: t.clone().requires_grad_(), own) for own in everybody]
     leaves = tensors_of(asking[rank])
     results = OPS[op].meaning(asking, math.inf)
-    counted = results[:1] if OPS[op].replicated else results
-    if OPS[op].replicated:  # this rank's copy, with its bias
-        counted = results[rank : rank + 1]
+    # Where it is replicated, this rank's copy, with its bias.
+    counted = results[rank : rank + 1] if OPS[op].replicated else results
 
-    def function(*tensors: torch.Tensor) -> torch.Tensor:
+    def first_output(call: Callable[..., Any], *tensors: torch.Tensor) -> torch.Tensor:
         given = iter(tensors)
         arguments = map_tensors(lambda _: next(given), everybody[rank])
-        return tensors_of(OPS[op].wrapper(*arguments, group=world_name()))[0]
+        return tensors_of(call(*arguments, group=world_name()))[0]
 
-    def through_operator(*tensors: torch.Tensor) -> torch.Tensor:
-        given = iter(tensors)
-        arguments = map_tensors(lambda _: next(given), everybody[rank])
-        return tensors_of(OPS[op].operator(*arguments, group=world_name()))[0]
+    function = partial(first_output, OPS[op].wrapper)
 
     places = tuple(range(len(leaves)))
     total = sum(of_one[0].square().sum() for of_one in counted)
@@ -435,13 +428,13 @@ def test_transforms_of_ops(failures: Failures, op: str) -> None:
     right = [
         torch.zeros_like(leaf) if g is None else g for g, leaf in zip(right, leaves, strict=True)
     ]
-    for call in (function, through_operator):
+    for way, call in (("function", function), ("op", partial(first_output, OPS[op].operator))):
         got = torch.func.grad(lambda *t: call(*t).square().sum(), places)(*mine)  # noqa: B023
-        expect_gradients(failures, list(got), right, op, "grad", call.__name__)
+        expect_gradients(failures, list(got), right, op, "grad", way)
         output, backward = torch.func.vjp(call, *mine)
         failures.expect(difference(output, results[rank][0].detach()), op, "vjp's output")
         got = backward(2 * output)
-        expect_gradients(failures, list(got), right, op, "vjp", call.__name__)
+        expect_gradients(failures, list(got), right, op, "vjp", way)
 
     rows = torch.stack([of_one[0] for of_one in counted]).sum(0)
     got = torch.func.jacrev(function, places)(*mine)

@@ -37,6 +37,11 @@ def read(tmp_path, kind: str, text: str, problem: Problem) -> Plan:
     return READ[kind](path, problem, **how_to_edit(problem))
 
 
+def refused(tmp_path, kind: str, text: str, problem: Problem, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        read(tmp_path, kind, text, problem)
+
+
 def names(kind: str, world: int) -> list[str]:
     return [name for name in FILES[kind] if name != "doubling" or world in (2, 4, 8)]
 
@@ -160,8 +165,7 @@ def step(index: int) -> str:
 )  # fmt: skip
 def test_xml_is_refused_with_the_place(tmp_path, old, new, expected):
     assert old in XML
-    with pytest.raises(ValueError, match=expected):
-        read(tmp_path, "msccl", XML.replace(old, new, 1), PROBLEM)
+    refused(tmp_path, "msccl", XML.replace(old, new, 1), PROBLEM, expected)
 
 
 def test_xml_with_a_race_is_refused(tmp_path):
@@ -173,10 +177,8 @@ def test_xml_with_a_race_is_refused(tmp_path):
         ]
 
     text = xml("allreduce", 2, 1, blocks, scratch=1)
-    with pytest.raises(
-        ValueError, match="gpu 0, tb 1, step 0: a race.*buffer i of rank 0|a race.*s of"
-    ):
-        read(tmp_path, "msccl", text, Problem(48, 32, 24, "float32", 2))
+    expected = "gpu 0, tb 1, step 0: a race.*buffer i of rank 0|a race.*s of"
+    refused(tmp_path, "msccl", text, Problem(48, 32, 24, "float32", 2), expected)
 
 
 def test_xml_that_leaves_out_a_rank_is_refused(tmp_path):
@@ -185,8 +187,8 @@ def test_xml_that_leaves_out_a_rank_is_refused(tmp_path):
         return [(peer, peer, 0, [("s", "i0", "i0"), ("r", "i0", "s0")])]
 
     text = xml("allreduce", 2, 1, blocks, scratch=1)
-    with pytest.raises(ValueError, match="rank 1.*in place of 0 1"):
-        read(tmp_path, "msccl", text, Problem(48, 32, 24, "float32", 2))
+    problem = Problem(48, 32, 24, "float32", 2)
+    refused(tmp_path, "msccl", text, problem, "rank 1.*in place of 0 1")
 
 
 # --- what is refused: MSCCL++ ---------------------------------------------------------------------------------------
@@ -232,9 +234,7 @@ READS, PUTS = read_allreduce(4), put_allgather(4)
     ],
 )  # fmt: skip
 def test_execution_plans_are_refused_with_the_place(tmp_path, keys, value, expected):
-    text = changed(READS, *keys, value=value)
-    with pytest.raises(ValueError, match=expected):
-        read(tmp_path, "mscclpp", text, PROBLEM)
+    refused(tmp_path, "mscclpp", changed(READS, *keys, value=value), PROBLEM, expected)
 
 
 def test_execution_plans_with_a_race_or_a_circle_are_refused(tmp_path):
@@ -242,38 +242,32 @@ def test_execution_plans_with_a_race_or_a_circle_are_refused(tmp_path):
     data = scratch_allreduce(4)
     ops = data["gpus"][0]["threadblocks"][1]["ops"]
     assert ops.pop(0)["name"] == "sem_acquire"
-    with pytest.raises(ValueError, match=r"gpu 0, threadblock 1, op 0 \(re\): a race|a race: it"):
-        read(tmp_path, "mscclpp", json.dumps(data), PROBLEM)
+    expected = r"gpu 0, threadblock 1, op 0 \(re\): a race|a race: it"
+    refused(tmp_path, "mscclpp", json.dumps(data), PROBLEM, expected)
     data = put_allgather(2)
     for gpu in data["gpus"]:
         ops = gpu["threadblocks"][0]["ops"]
         ops.insert(0, ops.pop(1))  # waits before it signals
         assert ops[0]["name"] == "rlxwait"
     problem = Problem(48, 32, 24, "float32", 2, Op.ALLGATHER_GEMM)
-    with pytest.raises(ValueError, match="rank 0 cannot end"):
-        read(tmp_path, "mscclpp", json.dumps(data), problem)
+    refused(tmp_path, "mscclpp", json.dumps(data), problem, "rank 0 cannot end")
 
 
 def test_execution_plan_that_is_no_json_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=re.escape("made.json is no JSON")):
-        read(tmp_path, "mscclpp", "{", PROBLEM)
+    refused(tmp_path, "mscclpp", "{", PROBLEM, r"made\.json is no JSON")
 
 
 def test_packets_that_nobody_writes_or_that_are_written_twice_are_refused(tmp_path):
     data = packet_allreduce(4)
     ops = data["gpus"][1]["threadblocks"][0]["ops"]
     kept = ops.pop(0)
-    with pytest.raises(
-        ValueError, match=r"gpu 0, threadblock 1, op 0 \(recpkt\): reads packets of"
-    ):
-        read(tmp_path, "mscclpp", json.dumps(data), PROBLEM)
-    ops += [kept, kept]
-    with pytest.raises(ValueError, match="cannot end|a race"):
-        ops[-1] = {**kept, "src_buff": [{"type": "i", "index": 2, "size": 1}]}
-        data["gpus"][1]["threadblocks"].append(
-            {**data["gpus"][1]["threadblocks"][0], "id": 9, "ops": [ops.pop()]}
-        )
-        read(tmp_path, "mscclpp", json.dumps(data), PROBLEM)
+    expected = r"gpu 0, threadblock 1, op 0 \(recpkt\): reads packets of"
+    refused(tmp_path, "mscclpp", json.dumps(data), PROBLEM, expected)
+    ops.append(kept)
+    again = {**kept, "src_buff": [{"type": "i", "index": 2, "size": 1}]}
+    blocks = data["gpus"][1]["threadblocks"]
+    blocks.append({**blocks[0], "id": 9, "ops": [again]})
+    refused(tmp_path, "mscclpp", json.dumps(data), PROBLEM, "cannot end|a race")
 
 
 def test_files_become_plans_that_are_saved_and_shown(tmp_path):

@@ -30,6 +30,14 @@ AMPERE = Gpu("A", (8, 0), 108, 80.0)
 TURING = Gpu("T", (7, 5), 40, 16.0)
 
 
+def set_alone(monkeypatch, environment: dict[str, str], *names: str) -> None:
+    """Variables with these names are only those of the environment."""
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(
     ("requested", "capabilities", "archs"),
     [
@@ -154,10 +162,7 @@ def test_missing_cutlass_names_the_command(monkeypatch, tmp_path):
 def test_cutlass_is_asked_for_only_where_cuda_is_compiled(
     monkeypatch, environment, nvcc, installed, needed
 ):
-    for name in ("OVERLAP_CUDA", "CUTLASS_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    set_alone(monkeypatch, environment, "OVERLAP_CUDA", "CUTLASS_PATH")
     found = (Path("/nvcc"), nvcc) if nvcc else None
     monkeypatch.setattr(toolchain, "find_nvcc", lambda: found)
     spec = object() if installed else None
@@ -248,10 +253,7 @@ def paths_of(**findings) -> dict[str, tuple[bool, str]]:
     ids=str,
 )
 def test_doctor_knows_what_forbids_peers(monkeypatch, environment, reason):
-    for name in ("NCCL_P2P_DISABLE", "OVERLAP_PEERS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    set_alone(monkeypatch, environment, "NCCL_P2P_DISABLE", "OVERLAP_PEERS")
     assert _doctor.find().why_no_peers == reason
 
 

@@ -95,6 +95,12 @@ def summary(rows: list[report.ReportRow]) -> list[tuple]:
     return [tuple(row[name] for name in names) for row in rows]
 
 
+def rows_of(
+    group: dist.ProcessGroup, model: torch.nn.Module | None = None
+) -> list[report.ReportRow]:
+    return [row for row in overlap_torch.report(model) if row["group"] == group.group_name]
+
+
 def step(model: torch.nn.Module) -> None:
     model(torch.ones(TOKENS, 8, requires_grad=True)).sum().backward()
 
@@ -133,13 +139,16 @@ def test_report_names_layers_and_what_they_called(failures: Failures) -> None:
 
 
 class Pair(torch.nn.Module):
-    """Two layers that may share a gather."""
+    """Two layers that may share a gather, in a group of their own."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.q = ColumnParallelLinear(8, 20, sequence_parallel=True, group=group)
-        self.k = ColumnParallelLinear(8, 6, sequence_parallel=True, group=group)
-        self.other = RowParallelLinear(8, 6, group=group)
+        self.group = own_group()
+        self.q, self.k = (
+            ColumnParallelLinear(8, size, sequence_parallel=True, group=self.group)
+            for size in (20, 6)
+        )
+        self.other = RowParallelLinear(8, 6, group=self.group)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.q(input)
@@ -149,30 +158,27 @@ class Pair(torch.nn.Module):
 def test_report_finds_the_layers_of_calls_that_were_not_noted(failures: Failures) -> None:
     """Calls of which the layers' forwards do not tell: compiled ones, of other sizes before, and of several layers."""
 
-    def expect(rows: list[tuple], model: torch.nn.Module, group: dist.ProcessGroup, where: str):
-        found = [row for row in overlap_torch.report(model) if row["group"] == group.group_name]
-        failures.equal([row for row in summary(found) if row[2]], rows, where)
+    def expect(rows: list[tuple], pair: Pair, where: str) -> None:
+        found = summary(rows_of(pair.group, pair))
+        failures.equal([row for row in found if row[2]], rows, where)
 
     gathers = ("forward", "allgather_gemm")
-    group = own_group()
-    pair = Pair(group)
+    pair = Pair()
     compiled = torch.compile(pair, fullgraph=True, backend="eager")
     with torch.no_grad():
         compiled(torch.ones(TOKENS, 8))
-    expect([("q", *gathers, 12, 10, 8, 1)], pair, group, "compiled")
-    group = own_group()
-    pair = Pair(group)
+    expect([("q", *gathers, 12, 10, 8, 1)], pair, "compiled")
+    pair = Pair()
     with torch.no_grad():
         for tokens in (TOKENS, TOKENS, 5 * TOKENS):
             pair(torch.ones(tokens, 8))
-    expect([("q", *gathers, 60, 10, 8, 1), ("q", *gathers, 12, 10, 8, 2)], pair, group, "sizes")
-    group = own_group()
-    pair = Pair(group)
+    expect([("q", *gathers, 60, 10, 8, 1), ("q", *gathers, 12, 10, 8, 2)], pair, "sizes")
+    pair = Pair()
     weights = [pair.q.weight.to_local().detach(), pair.k.weight.to_local().detach()]
-    overlap_torch.allgather_gemm(torch.ones(TOKENS, 8), weights, group=group)
-    overlap_torch.gemm_allreduce(torch.ones(5, 4), torch.ones(3, 4), group=group)
+    overlap_torch.allgather_gemm(torch.ones(TOKENS, 8), weights, group=pair.group)
+    call(5, 3, 4, pair.group)
     shared = ("q, k", *gathers, 12, 13, 8, 1)
-    expect([shared, ("", "", "gemm_allreduce", 5, 3, 4, 1)], pair, group, "together")
+    expect([shared, ("", "", "gemm_allreduce", 5, 3, 4, 1)], pair, "together")
 
 
 class Readers(torch.nn.Module):
@@ -200,16 +206,11 @@ def test_report_names_all_layers_that_share_a_gather(failures: Failures) -> None
     }
     parallelize_module(model, DeviceMesh.from_group(group, "cpu"), styles)
     model["attention"](torch.ones(TOKENS, 8, requires_grad=True)).backward()
-    found = [row for row in overlap_torch.report(model) if row["group"] == group.group_name]
     expected = [
         ("attention.q, attention.k", "forward", "allgather_gemm", 12, 13, 8, 1),
         ("attention.q, attention.k", "backward", "gemm_reducescatter", 12, 8, 13, 1),
     ]
-    failures.equal(summary(found), expected)
-
-
-def rows_of(group: dist.ProcessGroup) -> list[report.ReportRow]:
-    return [row for row in overlap_torch.report() if row["group"] == group.group_name]
+    failures.equal(summary(rows_of(group, model)), expected)
 
 
 def call(m: int, n: int, k: int, group: dist.ProcessGroup, times: int = 1) -> None:
@@ -355,21 +356,16 @@ def test_styles_say_once_that_they_fall_back(failures: Failures) -> None:
     parametrize.register_parametrization(parametrized, "bias", Doubled())
     more = torch.nn.Linear(8, 8)
     more.register_parameter("scale", torch.nn.Parameter(torch.ones(8)))
-    cases = [
-        ("plain", torch.nn.Linear(8, 8), ()),
-        ("embedding", torch.nn.Embedding(8, 8), ()),
-        ("subclass", Adapted(8, 8), (".Adapted takes PyTorch's style", "it is a subclass of")),
-        ("again", Adapted(8, 8), ()),
-        ("parameters", more, ("torch.nn.modules.linear.Linear takes", "weight, bias, scale")),
-        ("parametrized", parametrized, ("ParametrizedLinear takes", "it is parametrized")),
-    ]
-    for style in (OverlapColwiseParallel, OverlapRowwiseParallel):
-        for what, module, parts in cases:
-            if style is OverlapRowwiseParallel:  # each class has had its warning
-                module, parts = (Adapted(8, 8), ()) if what == "subclass" else (None, ())
-            if module is None:
-                continue
-            messages = warned(module, style)
-            count = 1 if parts else 0
-            said = len(messages) == count and all(part in messages[0] for part in parts)
-            failures.expect(None if said else f"{messages}", style.__name__, what)
+    columns = OverlapColwiseParallel
+    for what, style, module, parts in (
+        ("plain", columns, torch.nn.Linear(8, 8), ()),
+        ("embedding", columns, torch.nn.Embedding(8, 8), ()),
+        ("subclass", columns, Adapted(8, 8), (".Adapted takes PyTorch's style", "it is a subclass of")),
+        ("again", columns, Adapted(8, 8), ()),
+        ("parameters", columns, more, ("torch.nn.modules.linear.Linear takes", "weight, bias, scale")),
+        ("parametrized", columns, parametrized, ("ParametrizedLinear takes", "it is parametrized")),
+        ("another style", OverlapRowwiseParallel, Adapted(8, 8), ()),  # the class has had its warning
+    ):  # fmt: skip
+        messages = warned(module, style)
+        said = len(messages) == bool(parts) and all(part in messages[0] for part in parts)
+        failures.expect(None if said else f"{messages}", what)
