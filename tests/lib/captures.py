@@ -5,6 +5,8 @@ from typing import TypeVar
 
 import torch
 
+from checks import message_of
+
 Result = TypeVar("Result")
 
 
@@ -20,3 +22,14 @@ def capture(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     with torch.cuda.graph(graph):
         result = call()
     return graph, result
+
+
+def refusal_of_capture(call: Callable[[], object]) -> str:
+    """The message of a capture that nothing came before; "" if it did not fail."""
+
+    def captured() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            call()
+
+    torch.cuda.synchronize()
+    return message_of(captured)

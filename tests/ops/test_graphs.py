@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
-from captures import capture
+from captures import capture, refusal_of_capture
 from checks import Failures, check_call
 from operands import Case, Operands, difference, make_operands, place, rank_device, world_name
 from ops import expected_output
@@ -160,17 +160,8 @@ def test_graphs_refuse_a_first_call_and_name_the_warm_up(failures: Failures) -> 
     """A new group's first call, captured; afterwards the group must be usable."""
     group = dist.new_group()
     operands = operands_of(0)
-    torch.cuda.synchronize()
-    message = ""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            call(operands, group)
-    except RuntimeError as error:
-        message = str(error)
-    del graph
-    named = "warm-up" in message and "capture" in message
-    failures.expect(None if named else f"said {message!r}")
+    message = refusal_of_capture(partial(call, operands, group))
+    failures.says(message, ("warm-up", "capture"))
     check_call(failures, CASE, "after the refused capture", group=group)
     graph, output = capture(partial(call, operands, group))
     graph.replay()

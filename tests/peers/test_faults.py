@@ -301,16 +301,15 @@ def call_behind_one_that_gives_up(op: str) -> tuple[float, str] | None:
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     rank, missing = dist.get_rank(), dist.get_world_size() - 1
-    message = ""
+
+    def ends() -> None:
+        call(op, case_of("peers"))
+        synchronize()
+        overlap_torch.check()
+
     time.sleep(0.8 * rank)
     start = time.monotonic()
-    if rank < missing:
-        try:
-            call(op, case_of("peers"))
-            synchronize()
-            overlap_torch.check()
-        except RuntimeError as error:
-            message = str(error)
+    message = message_of(ends) if rank < missing else ""
     seconds = time.monotonic() - start
     store.add("ended", 1)
     while store.add("ended", 0) <= missing and time.monotonic() - start < 30.0:

@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 import overlap_torch
 import rank_pool
+from captures import capture
 from checks import Failures, check_call, check_plan, message_of
 from machines import hopper
 from operands import Case, place, rank_device, world_name
-from ops import OPS, tensors_of
+from ops import OPS, map_tensors, tensors_of
 from overlap_torch import _plan
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Machine, Plan, Problem
@@ -281,23 +282,17 @@ def test_hosts_graphs_replay_with_new_inputs(failures: Failures, op: str) -> Non
     plan = plans_of(op, case, 4, Kernel.LIBRARY, ("peer",))[-1][1]
     arguments = [OPS[op].arguments(case, *place(), seed) for seed in range(3)]
     rights = [OPS[op].expected(case, *place(), seed) for seed in range(3)]
-    held = [one.clone() if torch.is_tensor(one) else one for one in arguments[0]]
+    held = map_tensors(torch.clone, arguments[0])
     with plan_module.use_plan(plan):
-        OPS[op].wrapper(*held)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = tensors_of(OPS[op].wrapper(*held))
+        graph, outputs = capture(lambda: tensors_of(OPS[op].wrapper(*held)))
         for turn in range(6):
-            for here, new in zip(held, arguments[turn % 3], strict=True):
-                if torch.is_tensor(here):
-                    here.copy_(new)
+            new = tensors_of(arguments[turn % 3])
+            for tensor, other in zip(tensors_of(held), new, strict=True):
+                tensor.copy_(other)
             graph.replay()
-            for output, right in zip(outputs, rights[turn % 3], strict=True):
-                failures.expect_equal(output, right, "replay", turn)
+            failures.expect_equal(outputs, rights[turn % 3], "replay", turn)
             between = tensors_of(OPS[op].wrapper(*arguments[1]))
-            for output, right in zip(between, rights[1], strict=True):
-                failures.expect_equal(output, right, "after replay", turn)
+            failures.expect_equal(between, rights[1], "after replay", turn)
     torch.cuda.synchronize()
 
 

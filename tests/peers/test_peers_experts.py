@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import overlap_torch
 import rank_pool
+from captures import capture
 from checks import Failures
 from operands import poison, rank_device
 from overlap_torch._moe.scaled import block_quantized
@@ -177,14 +178,9 @@ def test_peer_rows_in_graphs(failures: Failures) -> None:
     graphs, given, outputs = [], [], []
     for form, own in zip(forms[:plain], operands, strict=False):
         given.append([tensor.clone() for tensor in own[0]])
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            form.call("peer", *given[-1])
-        torch.cuda.synchronize()
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            outputs.append(form.call("peer", *given[-1]))
+        captured, results = capture(functools.partial(form.call, "peer", *given[-1]))
+        graphs.append(captured)
+        outputs.append(results)
     order, chance = random.Random(0), random.Random(1 + dist.get_rank())
     for turn in range(60):
         kind, seed = order.randrange(len(forms)), order.randrange(3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench_runs import bench
+from checks import message_of
 from frameworks import needs_transformers
 from operands import as_torchrun_places, rank_device
 
@@ -28,11 +29,7 @@ def rows_of(folder: str) -> tuple[list[list[str]], str]:
     rows = list(module.lines(module.measured(models, job, device)))
     with torch.no_grad():
         models["auto"].model.norm.weight.mul_(2)
-    try:
-        module.check(models, job, device)
-    except RuntimeError as error:
-        return rows, str(error)
-    return rows, ""
+    return rows, message_of(module.check, models, job, device)
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
