@@ -14,11 +14,11 @@ from torch.nn import functional
 import overlap_torch
 from checks import Failures, message_of
 from frameworks import needs_module
+from meshes import OVERLAP, PYTORCH, gathered_tokens
 from operands import rank_device, world_name
 from overlap_torch._layers import fp8 as _fp8
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, token_slice
 from parallel_layers import Form
-from styles import OVERLAP, PYTORCH, gathered_tokens
 
 WIDTH, HIDDEN, TOKENS, STEPS = 32, 64, 48, 50
 CLOSE = 0.01  # of the loss

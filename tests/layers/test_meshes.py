@@ -16,11 +16,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 import overlap_torch
 from checks import Failures, message_of
 from layers import chain, integer_linear, integers
-from meshes import mesh
+from meshes import OVERLAP, PYTORCH, mesh
 from operands import difference, rank_device
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, full_state_dict
 from overlap_torch.plan import Problem
-from styles import OVERLAP, PYTORCH
 
 LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1), Partial())
 

@@ -19,11 +19,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 import overlap_torch
 from checks import Failures
 from layers import integer_linear, integers, ops_called
-from meshes import check_parameter_gradients, mesh, whole_of
+from meshes import check_parameter_gradients, gathered_tokens, mesh, whole_of
 from operands import difference, rank_device
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
-from styles import gathered_tokens
 
 STYLES = (OverlapColwiseParallel, OverlapRowwiseParallel)
 LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1))

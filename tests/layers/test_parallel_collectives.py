@@ -13,9 +13,8 @@ from torch.nn import functional
 import overlap_torch
 from checks import Failures
 from layers import fill_with_integers, integer_linear, integers
-from meshes import mesh
+from meshes import OVERLAP, PYTORCH, gathered_tokens, mesh
 from operands import difference, rank_device, world_name
-from styles import OVERLAP, PYTORCH, gathered_tokens
 from traffic import Traffic, traffic_of
 
 

@@ -12,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from checks import Failures
 from layers import fill_with_integers, integers
-from meshes import check_parameter_gradients, mesh
+from meshes import OVERLAP, PYTORCH, check_parameter_gradients, mesh
 from operands import difference, rank_device
-from styles import OVERLAP, PYTORCH
 
 STYLES = OVERLAP[1:]
 

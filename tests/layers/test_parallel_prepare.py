@@ -26,10 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from checks import Failures, message_of
 from grids import where_each_pair_meets
 from layers import fill_with_integers, integers
-from meshes import check_parameter_gradients, mesh, whole_of
+from meshes import OVERLAP, PYTORCH, check_parameter_gradients, gathered_tokens, mesh, whole_of
 from operands import difference, rank_device
 from rank_pool import whole_grids
-from styles import OVERLAP, PYTORCH, gathered_tokens
 from traffic import Traffic, traffic_of
 
 

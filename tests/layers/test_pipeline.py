@@ -16,11 +16,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 import overlap_torch
 from checks import Failures, close
 from layers import fill_with_integers, integers
-from meshes import mesh, whole_of
+from meshes import gathered_tokens, mesh, whole_of
 from operands import difference, rank_device
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
-from styles import gathered_tokens
 from traffic import Traffic
 
 FEATURES, MICROBATCHES, TOKENS = 6, 4, 6

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures
-from operands import difference
+from operands import difference, rank_device
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -73,10 +73,6 @@ def _mend_interpreter() -> None:
     interpreter._patch_lang_tensor = mended
 
 
-def device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-
-
 def numbers(*shape: int, seed: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Small integers of a rank, whose sums of products every dtype here has exactly."""
     generator = torch.Generator().manual_seed(977 * seed + rank)
@@ -95,7 +91,7 @@ def product(m: int, n: int, k: int, seed: int, rank: int) -> torch.Tensor:
 def operands(m: int, n: int, k: int, seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """This rank's, [m, k] and [k, n]."""
     return [
-        numbers(*shape, seed=seed + i, rank=dist.get_rank(), dtype=dtype).to(device())
+        numbers(*shape, seed=seed + i, rank=dist.get_rank(), dtype=dtype).to(rank_device())
         for i, shape in enumerate([(m, k), (k, n)])
     ]
 

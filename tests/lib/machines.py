@@ -25,6 +25,11 @@ def slow(**changes: object) -> Machine:
     return hopper(**{"link_gbps": 18.0, "link_latency_us": 60.0, **changes})
 
 
+def ampere(**changes: object) -> Machine:
+    fields = {"arch": 80, "sm_count": 108, "sm_gflops": 2000.0, "has_sm90_kernels": False}
+    return hopper(**{**fields, **changes})
+
+
 def ada(**changes: object) -> Machine:
     """GPUs without wgmma on PCIe."""
     fields = {"arch": 89, "sm_count": 58, "sm_gflops": 1500.0, "link_gbps": 12.0}

@@ -1,14 +1,24 @@
-"""Device meshes over the ranks of a pool, and modules with DTensor parameters on them."""
+"""Device meshes over the ranks of a pool, modules with DTensor parameters on them, and parallelize_module's styles."""
 
 import functools
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from checks import Failures
 from operands import difference, rank_device
+from overlap_torch.parallel import (
+    OverlapColwiseParallel,
+    OverlapPrepareModuleInput,
+    OverlapRowwiseParallel,
+)
+
+# The styles of a module's input, of columns and of rows.
+PYTORCH = (PrepareModuleInput, ColwiseParallel, RowwiseParallel)
+OVERLAP = (OverlapPrepareModuleInput, OverlapColwiseParallel, OverlapRowwiseParallel)
 
 
 @functools.cache
@@ -33,3 +43,8 @@ def check_parameter_gradients(
             failures.expect(None if own.grad is right.grad else "one has none", name, *where)
         else:
             failures.expect(difference(own.grad.full_tensor(), right.grad), name, *where)
+
+
+def gathered_tokens(prepare: type = OverlapPrepareModuleInput, dim: int = 0, **options: object):
+    """The style of a module whose input is cut along ``dim``, and is gathered for the layers in it."""
+    return prepare(input_layouts=Shard(dim), desired_input_layouts=Replicate(), **options)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from overlap_torch._plan import DType, Machine, Op, Problem, Recipe
-from tests.lib.machines import cpu, hopper
+from tests.lib.machines import ampere, cpu, hopper
 
 
 def _hopper(**changes: object) -> Machine:
@@ -11,8 +11,7 @@ def _hopper(**changes: object) -> Machine:
 
 
 def _ampere(**changes: object) -> Machine:
-    fields = {"arch": 80, "sm_count": 108, "sm_gflops": 2000.0, "has_sm90_kernels": False}
-    return hopper(**{**fields, "link_latency_us": 14.0, "link_gbps": 200.0, **changes})
+    return ampere(**{"link_latency_us": 14.0, "link_gbps": 200.0, **changes})
 
 
 # On both sides of what the planner distinguishes: links, windows, peers, kernels, SMs.

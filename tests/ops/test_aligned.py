@@ -17,6 +17,7 @@ from kernels import (
     expect,
     interpreted,  # noqa: F401  (a fixture of every test here)
 )
+from operands import rank_device
 
 TILE = (32, 32)
 
@@ -74,7 +75,7 @@ def test_aligned_products_are_exact(failures: Failures) -> None:
 
 def produced(form, kernel, shape: tuple[int, int], launch) -> torch.Tensor:
     with overlap_torch.produce(
-        "all_reduce", shape, torch.float32, tile=form, chunks=3, device=kernels.device()
+        "all_reduce", shape, torch.float32, tile=form, chunks=3, device=rank_device()
     ) as job:
         job.output.fill_(float("nan"))
         launch(kernel, job.output, job.programs)
@@ -108,7 +109,7 @@ def check_norms(failures: Failures) -> None:
     ot, stock = kernels.aligned_and_stock()
     m, n = 37, 80
     x = torch.randn(m, n, generator=torch.Generator().manual_seed(dist.get_rank())).to(
-        kernels.device()
+        rank_device()
     )
     weight, mean = torch.linspace(-1, 1, n, device=x.device), torch.empty(m, device=x.device)
 
@@ -142,7 +143,7 @@ def check_attention(failures: Failures) -> None:
     for operands in zip(q, k, v, strict=True):
         of_q, of_k, of_v = (one.double().view(batch * heads, length, d) for one in operands)
         expected = expected + ((of_q @ of_k.mT).tril() @ of_v).view(shape)
-    mine = [one[dist.get_rank()].to(kernels.device()) for one in (q, k, v)]
+    mine = [one[dist.get_rank()].to(rank_device()) for one in (q, k, v)]
 
     def launch(kernel, o, programs) -> None:
         described = [stock.described(one, [1, 1]) for one in (*mine, o)]
@@ -179,7 +180,7 @@ def test_aligned_kernels_wait_exactly(failures: Failures) -> None:
         kernel = ot.aligned(form.kernel, output=form.output, input="a_ptr")
         x = [kernels.numbers(rows, k, seed=seed, rank=r) for r in range(world)]
         b = kernels.numbers(k, n, seed=90 + seed, rank=rank)
-        out = torch.full((world * rows, n), float("nan"), device=kernels.device())
+        out = torch.full((world * rows, n), float("nan"), device=rank_device())
         with (
             overlap_torch.resources(comm_sms=8),
             overlap_torch.consume(

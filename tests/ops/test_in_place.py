@@ -11,10 +11,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from checks import Failures, close
 from layers import chain, integer_linear, integers, my_features, my_tokens
-from meshes import mesh
+from meshes import OVERLAP, gathered_tokens, mesh
 from operands import difference, rank_device
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
-from styles import OVERLAP, gathered_tokens
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 IN, OUT = 6, 8

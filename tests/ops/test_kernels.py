@@ -19,6 +19,7 @@ from kernels import (
     interpreted,  # noqa: F401  (a fixture of every test here)
 )
 from machines import cpu, hopper
+from operands import rank_device
 from overlap_torch import _plan, plan
 from overlap_torch._kernels import tile_orders
 from overlap_torch.plan import Machine, Problem
@@ -90,7 +91,7 @@ def test_kernels_exchange_exactly(failures: Failures) -> None:
         for source in range(world):
             runs = tokens[source].double().view(world, count, capacity, k)[rank]
             home.append((runs @ weights[source].double()).reshape(-1, n))
-        mine = [one[rank].to(kernels.device()) for one in (tokens, weights)]
+        mine = [one[rank].to(rank_device()) for one in (tokens, weights)]
         result = kernels.example().experts(*mine, capacity, pieces)
         expect(failures, f"experts in {pieces} pieces", result, torch.cat(home))
 
@@ -136,11 +137,11 @@ def test_kernels_gather_exactly(failures: Failures) -> None:
     for seed, ((m, n, k), chunks, dtype) in enumerate(GATHERS[dist.get_backend()]):
         rows = [kernels.numbers(m, k, seed=seed, rank=r, dtype=dtype) for r in range(world)]
         gate, up = (
-            kernels.numbers(k, n, seed=10 + seed + i, rank=rank, dtype=dtype).to(kernels.device())
+            kernels.numbers(k, n, seed=10 + seed + i, rank=rank, dtype=dtype).to(rank_device())
             for i in (0, 1)
         )
         out, gathered = example.column_parallel_swiglu(
-            rows[rank].to(kernels.device()), gate / 16, up, chunks
+            rows[rank].to(rank_device()), gate / 16, up, chunks
         )
         expect(failures, f"gathered {m, n, k}", gathered, torch.cat(rows).double())
         plain = torch.empty_like(out)
@@ -192,7 +193,7 @@ def finish_by_hand(job: overlap_torch.Job) -> None:
 
 
 def small_job(**changes) -> overlap_torch.Job:
-    arguments = {"tile": TILE, "chunks": 2, "device": kernels.device()} | changes
+    arguments = {"tile": TILE, "chunks": 2, "device": rank_device()} | changes
     return overlap_torch.produce("all_reduce", (128, 96), torch.float32, **arguments)
 
 
@@ -268,7 +269,7 @@ def test_kernels_misuse_is_refused(failures: Failures) -> None:
         expect_said("RuntimeError: .* has no result: its `with` has not ended", job.result)
     failures.expect(None if job.result() is job.result() else "another tensor", "result")
     expect_said("RuntimeError: .* a job is entered once", job.__enter__)
-    x = torch.ones(32, 16, device=kernels.device(), requires_grad=True)
+    x = torch.ones(32, 16, device=rank_device(), requires_grad=True)
     sizes, tile = (32, 32), {"tile": TILE}
     consume, produce = overlap_torch.consume, overlap_torch.produce
     gather = partial(consume, input=x, columns=32, tile=TILE)

@@ -14,6 +14,7 @@ import rank_pool
 from captures import capture
 from checks import Failures
 from kernels import expect
+from operands import rank_device
 from overlap_torch import plan
 from overlap_torch.plan import Problem
 from overlap_torch.plan.types import Kernel, Op
@@ -151,9 +152,9 @@ def test_kernels_on_gpus_gather_by_plans(failures: Failures) -> None:
             rows = [
                 kernels.numbers(m, k, seed=seed + turn, rank=r).bfloat16() for r in range(world)
             ]
-            gate = torch.eye(k, n, device=kernels.device(), dtype=torch.bfloat16) * 8
+            gate = torch.eye(k, n, device=rank_device(), dtype=torch.bfloat16) * 8
             up = torch.ones_like(gate)
-            x = rows[rank].to(kernels.device())
+            x = rows[rank].to(rank_device())
             with overlap_torch.consume("all_gather", x, columns=n, tile=TILE, plan=chosen) as job:
                 out = swiglu(x, gate, up, job, job.programs)
             expect(failures, f"{label}, rows", job.result(), torch.cat(rows).double())
@@ -170,7 +171,7 @@ def test_kernels_on_gpus_gather_by_plans(failures: Failures) -> None:
 @TWO
 def test_kernels_on_gpus_run_in_green_contexts(failures: Failures) -> None:
     m, n, k = 1024, 256, 64
-    sms = torch.cuda.get_device_properties(kernels.device()).multi_processor_count
+    sms = torch.cuda.get_device_properties(rank_device()).multi_processor_count
     a, b = kernels.operands(m, n, k, seed=1, dtype=torch.bfloat16)
     before = torch.cuda.current_stream()
     with overlap_torch.resources(16, by="green_context"):
@@ -306,9 +307,7 @@ def test_kernels_on_gpus_signal_behind_bulk_stores(failures: Failures) -> None:
     m, n = 2048, 1024
     rank, world = dist.get_rank(), dist.get_world_size()
     for turn in range(20):
-        values = kernels.numbers(m, n, seed=turn, rank=rank, dtype=torch.bfloat16).to(
-            kernels.device()
-        )
+        values = kernels.numbers(m, n, seed=turn, rank=rank, dtype=torch.bfloat16).to(rank_device())
         with overlap_torch.produce(
             "all_reduce", (m, n), values.dtype, tile=(64, 64), chunks=8
         ) as job:
@@ -370,15 +369,15 @@ def test_kernels_on_gpus_races(failures: Failures, calls: int) -> None:
     dtype = torch.bfloat16
     distinct = 4
     operands = [kernels.operands(m, n, k, seed=seed, dtype=dtype) for seed in range(distinct)]
-    sums = [kernels.reduced(m, n, k, seed).to(kernels.device(), dtype) for seed in range(distinct)]
+    sums = [kernels.reduced(m, n, k, seed).to(rank_device(), dtype) for seed in range(distinct)]
     rows = [
         torch.cat([kernels.numbers(part, k, seed=seed, rank=r) for r in range(world)]).to(
-            kernels.device(), dtype
+            rank_device(), dtype
         )
         for seed in range(distinct)
     ]
-    wrong = torch.zeros(calls, dtype=torch.int64, device=kernels.device())
-    junk = torch.full((1 << 22,), float("nan"), device=kernels.device())
+    wrong = torch.zeros(calls, dtype=torch.int64, device=rank_device())
+    junk = torch.full((1 << 22,), float("nan"), device=rank_device())
     del junk
     plans = [
         [

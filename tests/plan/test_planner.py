@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner_problems
-from machines import ada, big, checked_candidates, cpu, hopper, slow, total
+from machines import ada, ampere, big, checked_candidates, cpu, hopper, slow, total
 from overlap_torch import plan as plans
 from overlap_torch.plan import Machine, Problem
 from overlap_torch.plan.templates import make_plan, make_sequential
@@ -304,11 +304,6 @@ def test_planner_leaves_short_problems_on_cpu_in_one_piece(op: Op, world: int) -
 
 MEASURED_ARCH = 90  # of the shipped profile
 LARGE_AND_SMALL = ((8192, 8192, 7168), (2048, 4096, 3584))
-
-
-def ampere(**changes: object) -> Machine:
-    fields = {"arch": 80, "sm_count": 108, "sm_gflops": 2000.0, "has_sm90_kernels": False}
-    return hopper(**{**fields, **changes})
 
 
 @pytest.mark.parametrize("make", [hopper, ampere])
