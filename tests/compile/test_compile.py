@@ -1,6 +1,5 @@
 """The ops under PyTorch's compiler: schemas, fake kernels and autograd registrations, and whole graphs."""
 
-import io
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import rank_pool
-from checks import Failures
+from checks import Failures, export
 from operands import Case, difference, place, rank_device, world_name
 from ops import OPS, Arguments, every_op, map_tensors, tensors_of
 
@@ -167,17 +166,15 @@ def test_compile_takes_counts_from_data(failures: Failures) -> None:
         failures.expect(difference(output, op.expected(case, *place(), seed)[0]), case)
 
 
-class Call(torch.nn.Module):
+def of_tensors(op: Callable[..., Any], arguments: Arguments) -> Callable[..., Any]:
     """A call of an op, of which the tensors are the inputs."""
+    group = world_name()
 
-    def __init__(self, op: Callable[..., Any], arguments: Arguments) -> None:
-        super().__init__()
-        self.op, self.arguments, self.group = op, arguments, world_name()
-
-    def forward(self, *tensors):
+    def call(*tensors):
         given = iter(tensors)
-        arguments = map_tensors(lambda _: next(given), self.arguments)
-        return self.op(*arguments, group=self.group)
+        return op(*map_tensors(lambda _: next(given), arguments), group=group)
+
+    return call
 
 
 @every_op
@@ -185,7 +182,7 @@ class Call(torch.nn.Module):
 def test_compile_keeps_the_op_whole(failures: Failures, op: str) -> None:
     """Operators in the traced graph of a call that needs no gradient."""
     arguments = OPS[op].arguments(Case((4,), 5, 4), 0, 1, rank_device())
-    call = Call(OPS[op].operator, arguments)
+    call = of_tensors(OPS[op].operator, arguments)
     graph = make_fx(call, tracing_mode="fake")(*tensors_of(arguments)).graph
     targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     found = [target for target in targets if "getitem" not in target]
@@ -201,16 +198,11 @@ def test_compile_exports_the_op(failures: Failures, op: str) -> None:
     tensors = tensors_of(arguments)
     rows = None if op == "gemm_alltoall" else {0: torch.export.Dim.AUTO}
     shapes = {"tensors": (rows, *[None] * (len(tensors) - 1))}
-    exported = torch.export.export(
-        Call(OPS[op].wrapper, arguments), tuple(tensors), dynamic_shapes=shapes
-    )
+    call = of_tensors(OPS[op].wrapper, arguments)
+    exported = export(call, *tensors, dynamic_shapes=shapes)
     calls = [str(node.target) for node in exported.graph.nodes if "overlap" in str(node.target)]
     failures.equal(calls, [str(OPS[op].operator)], op)
-
-    file = io.BytesIO()
-    torch.export.save(exported, file)
-    file.seek(0)
-    module = torch.export.load(file).module()
+    module = exported.module()
     for leading in ((6,),) if op == "gemm_alltoall" else ((6,), (10,), (132,)):
         other = case.with_(leading=leading)
         outputs = tensors_of(module(*tensors_of(OPS[op].arguments(other, *place()))))

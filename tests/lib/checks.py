@@ -1,5 +1,6 @@
 """The checks of every call of an op, whatever the test."""
 
+import io
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -69,6 +70,22 @@ def message_of(call, *arguments: object, **keywords: object) -> str:
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         return str(error)
     return ""
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = call
+
+
+def export(
+    call: Callable[..., Any], *given: object, **options: Any
+) -> torch.export.ExportedProgram:
+    """The call exported, saved and loaded."""
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(_Module(call), given, **options), file)
+    file.seek(0)
+    return torch.export.load(file)
 
 
 def storage(tensor: torch.Tensor) -> int:

@@ -1,6 +1,5 @@
 """Scaled operands: the ops against float64 products of what fp8 and its scales stand for, equal bit for bit."""
 
-import io
 import json
 import tempfile
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import overlap_torch
 import scaled
-from checks import Failures, message_of
+from checks import Failures, export, message_of
 from operands import place, rank_device, world_name
 from overlap_torch import plan as plan_api
 from scaled import E4M3, E5M2, Case
@@ -236,15 +235,7 @@ def test_fp8_ops_pass_opcheck_compile_and_export(failures: Failures, op: str) ->
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     failures.expect_equal(flat(compiled(*arguments)), flat(right), op, "compiled")
 
-    class Module(torch.nn.Module):
-        def forward(self, *given):
-            return operator(*given, **keywords)
-
-    exported = torch.export.export(Module(), arguments)
-    file = io.BytesIO()
-    torch.export.save(exported, file)
-    file.seek(0)
-    loaded = torch.export.load(file).module()
+    loaded = export(call, *arguments).module()
     failures.expect_equal(flat(loaded(*arguments)), flat(right), op, "exported")
 
 

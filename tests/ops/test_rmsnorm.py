@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import overlap_torch
 import rank_pool
-from checks import Failures, message_of
+from checks import Failures, export, message_of
 from operands import Case, difference, integers, make_operands, poison, rank_device, world_name
 from overlap_torch._ops import composition
 from peer_races import come_late
@@ -247,15 +247,6 @@ def test_rmsnorm_has_the_gradients_of_its_composition(
     failures.holds("no gradient", message_of(cast), "cast")
 
 
-class Exported(torch.nn.Module):
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self.call = call
-
-    def forward(self, *arguments):
-        return flat(self.call(*arguments))
-
-
 @pytest.mark.parametrize("how", [HOW[0], HOW[3], *FUSED[4:]], ids=str)
 @every_op
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
@@ -266,7 +257,7 @@ def test_rmsnorm_compiles_to_what_it_is(failures: Failures, gemm: bool, how: dic
     compiled = torch.compile(lambda *given: call(*given), fullgraph=True, backend="aot_eager")(
         *call.arguments
     )
-    program = torch.export.export(Exported(call), tuple(call.arguments))
+    program = export(lambda *given: flat(call(*given)), *call.arguments)
     for made in (flat(compiled), program.module()(*call.arguments)):
         for one, other in zip(eager, made, strict=True):
             failures.expect(difference(other.float(), one.float()), how)
