@@ -11,11 +11,12 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from checks import Failures
 from frameworks import needs_transformers
 from graphs import Graphs, expect_counts
+from layers import GatedMlp
 from meshes import mesh, whole_of
 from operands import difference, rank_device
 
@@ -37,17 +38,6 @@ class Attention(torch.nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
-class Mlp(torch.nn.Module):
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        self.gate = torch.nn.Linear(WIDTH, HIDDEN, bias)
-        self.up = torch.nn.Linear(WIDTH, HIDDEN, bias)
-        self.down = torch.nn.Linear(HIDDEN, WIDTH, bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu(self.gate(x)) * self.up(x))
-
-
 class Model(torch.nn.Module):
     """Embedding, one block, head; the loss if it is given targets."""
 
@@ -57,7 +47,7 @@ class Model(torch.nn.Module):
         self.embedding = torch.nn.Embedding(TOKENS, WIDTH)
         self.attention_norm, self.mlp_norm, self.norm = (torch.nn.RMSNorm(WIDTH) for _ in range(3))
         self.attention = Attention(bias)
-        self.mlp = Mlp(bias)
+        self.mlp = GatedMlp(WIDTH, HIDDEN, bias)
         self.head = torch.nn.Linear(WIDTH, TOKENS, bias)
         self.to(rank_device(), torch.float64)
 

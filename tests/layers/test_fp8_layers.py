@@ -14,6 +14,7 @@ from torch.nn import functional
 import overlap_torch
 from checks import Failures, message_of
 from frameworks import needs_module
+from layers import GatedMlp
 from meshes import OVERLAP, PYTORCH, gathered_tokens
 from operands import rank_device, world_name
 from overlap_torch._layers import fp8 as _fp8
@@ -56,25 +57,13 @@ class OneProcess(torch.autograd.Function):
         return grad_input.float(), grad_weight.float(), None
 
 
-class Block(torch.nn.Module):
-    """An MLP with gate and up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (torch.nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = torch.nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(functional.silu(self.gate(x)) * self.up(x))
-
-
 class Model(torch.nn.Module):
     """An MLP, twice, each behind a norm."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.blocks = torch.nn.ModuleList(GatedMlp(WIDTH, HIDDEN, False) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

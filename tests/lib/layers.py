@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from operands import rank_device
 
@@ -31,6 +32,16 @@ def fill_with_integers(module: torch.nn.Module) -> None:
     with torch.no_grad():
         for seed, parameter in enumerate(module.parameters()):
             parameter.copy_(integers(*parameter.shape, seed=100 + seed))
+
+
+class GatedMlp(torch.nn.Module):
+    def __init__(self, width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(width, hidden, bias) for _ in range(2))
+        self.down = torch.nn.Linear(hidden, width, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
 def chain(**layers: torch.nn.Module) -> torch.nn.Sequential:
