@@ -96,9 +96,11 @@ def operands(m: int, n: int, k: int, seed: int, dtype: torch.dtype) -> list[torc
     ]
 
 
-def reduced(m: int, n: int, k: int, seed: int) -> torch.Tensor:
-    """float64: the sum of all ranks' products."""
-    return sum(product(m, n, k, seed, rank) for rank in range(dist.get_world_size()))
+def reduced(m: int, n: int, k: int, seed: int, collective: str = "all_reduce") -> torch.Tensor:
+    """float64: the sum of all ranks' products, of a reduce-scatter this rank's part."""
+    world = dist.get_world_size()
+    total = sum(product(m, n, k, seed, rank) for rank in range(world))
+    return total if collective == "all_reduce" else total.chunk(world)[dist.get_rank()]
 
 
 def expect(failures: Failures, label: str, result: torch.Tensor, expected: torch.Tensor) -> None:
@@ -119,18 +121,15 @@ def check_unchanged(
     failures: Failures, shapes: list[tuple[int, int, int]], dtype: torch.dtype
 ) -> None:
     """The framework's GEMM, which signals nothing, stores a job's output. Three calls of each, as memory is taken by turns."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     for collective in ("all_reduce", "reduce_scatter"):
         for m, n, k in shapes:
-            if collective == "reduce_scatter" and m % world:
+            if collective == "reduce_scatter" and m % dist.get_world_size():
                 continue
             for seed in range(3):
                 a, b = operands(m, n, k, seed, dtype)
                 job = overlap_torch.produce(collective, (m, n), dtype, tile=(64, 64), signals=False)
                 with job:
                     torch.mm(a, b, out=job.output)
-                expected = reduced(m, n, k, seed)
-                if collective == "reduce_scatter":
-                    expected = expected.chunk(world)[rank]
+                expected = reduced(m, n, k, seed, collective)
                 expect(failures, f"{collective} {m, n, k}, call {seed}", job.result(), expected)
     overlap_torch.check()

@@ -33,15 +33,12 @@ SHAPES = [(128, 96, 64), (12 * 17, 50, 40)]
 
 def check_reductions(failures: Failures, cases: list[tuple]) -> None:
     """Each case: shape, collective, order, chunks, dtype, persistent."""
-    example = kernels.example()
-    rank, world = dist.get_rank(), dist.get_world_size()
+    example, world = kernels.example(), dist.get_world_size()
     for seed, (shape, collective, order, chunks, dtype, persistent) in enumerate(cases):
         if collective == "reduce_scatter":  # each rank has an equal part of the rows
             shape = (-(-shape[0] // world) * world, *shape[1:])
         a, b = kernels.operands(*shape, seed=seed, dtype=dtype)
-        expected = kernels.reduced(*shape, seed=seed)
-        if collective == "reduce_scatter":
-            expected = expected.chunk(world)[rank]
+        expected = kernels.reduced(*shape, seed, collective)
         if persistent:
             result = example.persistent_row_parallel(a, b, collective, chunks)
         else:
@@ -182,11 +179,13 @@ def test_kernels_run_by_plans(failures: Failures) -> None:
         failures.equal(job.plan, chosen, label)
 
 
-def finish_by_hand(job: overlap_torch.Job) -> None:
-    """Ones in all tiles, each of them signalled."""
-    job.output.fill_(1)
-    for tile in job.tile_order.tolist():
-        job.counters[job.tile_chunk[tile]] += 1
+def made_by_hand(**given: object) -> overlap_torch.Job:
+    """A job with ones in all tiles, each of them signalled."""
+    with overlap_torch.produce("all_reduce", (64, 8), torch.float32, tile=(16, 8), **given) as job:
+        job.output.fill_(1)
+        for tile in job.tile_order.tolist():
+            job.counters[job.tile_chunk[tile]] += 1
+    return job
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------
@@ -480,10 +479,7 @@ def test_kernels_plans_say_what_is_allowed(arguments):
 @pytest.mark.ranks((2, "gloo"))
 def test_kernels_times_are_measured(failures: Failures) -> None:
     calls: list[int] = []
-    with overlap_torch.produce(
-        "all_reduce", (64, 8), torch.float32, tile=(16, 8), kernel_us=lambda: calls.append(1)
-    ) as job:
-        finish_by_hand(job)
+    job = made_by_hand(kernel_us=lambda: calls.append(1))
     assert len(calls) == 2 and len(job.plan.chunks) == 1
     failures.equal(job.result().unique(), dist.get_world_size(), "sums")
 
@@ -574,23 +570,14 @@ def test_kernels_resources_are_the_plans(failures: Failures) -> None:
         Problem(64, 8, 1, torch.float32, dist.get_world_size()), 2, tile=(16, 8)
     )
     for given in ({"chunks": 2}, {"plan": usual}):
-        with (
-            overlap_torch.resources(by="padding", ctas_per_sm=1, priority="low"),
-            overlap_torch.produce(
-                "all_reduce", (64, 8), torch.float32, tile=(16, 8), **given
-            ) as job,
-        ):
-            finish_by_hand(job)
+        with overlap_torch.resources(by="padding", ctas_per_sm=1, priority="low"):
+            job = made_by_hand(**given)
             assert job.smem_pad_bytes(1024) == 0  # a CPU has no SMs
         assert job.plan.resources.low_priority and len(job.plan.chunks) == 2
         failures.equal(job.result().unique(), dist.get_world_size(), "sums", *given)
     assert not usual.resources.low_priority
     usual.resources = plan.types.Resources(smem_pad_bytes=4096)
-    with overlap_torch.produce(
-        "all_reduce", (64, 8), torch.float32, tile=(16, 8), plan=usual
-    ) as job:
-        assert job.smem_pad_bytes(1024) == 4096
-        finish_by_hand(job)
+    assert made_by_hand(plan=usual).smem_pad_bytes(1024) == 4096
 
 
 def test_kernels_padding_knows_the_kernels_bytes():
