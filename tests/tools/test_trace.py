@@ -17,6 +17,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 import overlap_torch
 import rank_pool
 from checks import Failures, message_of
+from frameworks import needs_module
 from operands import rank_device
 from overlap_torch import plan
 from overlap_torch._watch import timeline
@@ -109,8 +110,10 @@ def test_trace_is_off_after_an_error_and_refuses_another_inside(failures: Failur
     failures.raises("no trace is being recorded", torch.ops.overlap._trace_stop)
 
 
-def check_files(failures: Failures, folder: str) -> None:
-    rank = dist.get_rank()
+@needs_module("matplotlib")
+@pytest.mark.ranks((2, "gloo"))
+def test_trace_is_saved_and_drawn(failures: Failures, tmp_path: Path) -> None:
+    folder, rank = tmp_path, dist.get_rank()
     model = mlp()
     with use_plan(gather_in_chunks(2)), overlap_torch.trace() as traced:
         step(model)
@@ -134,12 +137,6 @@ def check_files(failures: Failures, folder: str) -> None:
         pytest.raises(ImportError, match="pip install matplotlib"),
     ):
         traced.plot(f"{folder}/none{rank}.png")
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_trace_is_saved_and_drawn(ranks, tmp_path):
-    pytest.importorskip("matplotlib")
-    ranks.expect_no_failures(check_files, str(tmp_path))
 
 
 def test_trace_counts_from_the_first_call_of_each_device():
