@@ -145,7 +145,7 @@ def _kernel(name: str, device: str) -> Callable[..., Any]:
         own = get_kernel(f"symm_mem::{name}", "CUDA" if device == "CUDA" else "Meta")
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        call = stand_in(*args, **kwargs)
+        call = stand_in(name, args, kwargs)
         why = call.refused()
         with _lock:
             _calls[name, device.lower(), why] += 1

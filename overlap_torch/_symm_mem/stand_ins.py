@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,84 +19,45 @@ _SCALED_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 Scales = Sequence[torch.Tensor | None]
 
 
-@dataclass
-class _AllGatherMatmul:
-    """``fused_all_gather_matmul``."""
+class _StandIn:
+    """One call of an operator, whose arguments are attributes under their names in its schema; some have scales.
 
-    A: torch.Tensor
-    Bs: Sequence[torch.Tensor]
-    gather_dim: int
-    group_name: str
-    return_A: bool = field(default=True, kw_only=True)
+    `refused` says why this package's op does not take them, and is empty if it does. `ours` runs that op.
+    """
 
-    def refused(self) -> str:
-        if not self.Bs:
-            return "no B is given"
-        return _gather_dim_refused(self.A, self.gather_dim) or _operands_refused(self.A, self.Bs)
+    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        arguments = getattr(torch.ops.symm_mem, name).default._schema.arguments
+        values = {one.name: one.default_value for one in arguments if one.has_default_value()}
+        values |= {one.name: value for one, value in zip(arguments, args, strict=False)}
+        self.__dict__.update(values | kwargs)
+        self.is_scaled = hasattr(self, "A_scale")
 
-    def ours(self) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Runs `allgather_gemm` with the gathered dim first, which is also the memory order of PyTorch's results."""
-        dim = self.gather_dim
-        outputs, gathered = allgather_gemm(
-            self.A.movedim(dim, 0), [B.t() for B in self.Bs], group=self.group_name
-        )
-        outputs = [output.movedim(0, dim) for output in outputs]
-        return gathered.movedim(0, dim) if self.return_A else None, outputs
+    def _scale_refused(self) -> str:
+        if self.A_scale.dtype != torch.float32:
+            return f"A_scale is {self.A_scale.dtype}"
+        if self._scale_of_own_rows() is None:
+            return f"A_scale has the shape {(*self.A_scale.shape,)}"
+        return ""
+
+    def _scale_of_own_rows(self) -> torch.Tensor | None:
+        """The scale of this rank's rows of A, a number or one for each row; None for another shape."""
+        of_rows = (*self.A_scale.shape,) == (*self.A.shape[:-1], 1)
+        return self.A_scale if self.A_scale.numel() == 1 or of_rows else None
 
 
-@dataclass
-class _MatmulReduceScatter:
-    """``fused_matmul_reduce_scatter``."""
-
-    A: torch.Tensor
-    B: torch.Tensor
-    reduce_op: str
-    scatter_dim: int
-    group_name: str
+class _Gather(_StandIn):
+    """``fused_all_gather_matmul``, ``fused_all_gather_scaled_matmul``."""
 
     def refused(self) -> str:
-        return _scatter_refused(
-            self.reduce_op, self.A.shape, self.scatter_dim, self.group_name
-        ) or _operands_refused(self.A, [self.B])
-
-    def ours(self) -> torch.Tensor:
-        """By `gemm_reducescatter`; contiguous, as PyTorch's is."""
-        output = gemm_reducescatter(
-            self.A.movedim(self.scatter_dim, 0), self.B.t(), group=self.group_name
-        )
-        return output.movedim(0, self.scatter_dim).contiguous()
-
-
-@dataclass
-class _AllGatherScaledMatmul:
-    """``fused_all_gather_scaled_matmul``."""
-
-    A: torch.Tensor
-    Bs: Sequence[torch.Tensor]
-    A_scale: torch.Tensor
-    B_scales: Sequence[torch.Tensor]
-    gather_dim: int
-    group_name: str
-    biases: Scales
-    result_scales: Scales
-    out_dtypes: Sequence[Any]
-    use_fast_accum: Sequence[bool]
-
-    def refused(self) -> str:
-        A, Bs = self.A, self.Bs
+        A, Bs, dim = self.A, self.Bs, self.gather_dim
         if not Bs:
             return "no B is given"
-        lists = (
-            self.B_scales,
-            self.biases,
-            self.result_scales,
-            self.out_dtypes,
-            self.use_fast_accum,
-        )
-        if any(len(values) != len(Bs) for values in lists):
+        if self.is_scaled and any(len(values) != len(Bs) for values in self._lists()):
             return "there is not one value for each B"
-        if why := _gather_dim_refused(A, self.gather_dim):
-            return why
+        if A.dim() >= 2 and dim in (-1, A.dim() - 1):
+            return "the features are gathered, not the rows"
+        if not self.is_scaled:
+            return _operands_refused(A, Bs)
         dtypes = _as_dtypes(self.out_dtypes)
         if why := _scaled_operands_refused(A, Bs, self.B_scales, self.result_scales, dtypes):
             return why
@@ -105,131 +65,107 @@ class _AllGatherScaledMatmul:
             return "the results' dtypes or accumulation differ"
         if any(bias is not None and bias.dtype != dtypes[0] for bias in self.biases):
             return "a bias is of another dtype than the result"
-        if self.A_scale.dtype != torch.float32:
-            return f"A_scale is {self.A_scale.dtype}"
-        if self._scale_of_own_rows() is None:
-            return f"A_scale has the shape {(*self.A_scale.shape,)}"
-        return ""
+        return self._scale_refused()
 
-    def ours(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Runs `allgather_gemm`. A single scale of A is the same on every rank, as in PyTorch's kernel."""
+    def ours(self) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Runs `allgather_gemm` with the gathered dim first, which is also the memory order of PyTorch's results.
+
+        A single scale of A is the same on every rank, as in PyTorch's kernel.
+        """
         dim = self.gather_dim % self.A.dim()
-        own = self._scale_of_own_rows()
-        front = self.A.movedim(dim, 0)
-        own = own if own.numel() == 1 else own.movedim(dim, 0)
-        scales = _scales(front, own, self.Bs, self.B_scales)
-        outputs, gathered, _ = allgather_gemm(
-            front,
-            [B.t() for B in self.Bs],
-            list(self.biases),
-            group=self.group_name,
-            output_dtype=_as_dtypes(self.out_dtypes)[0],
-            use_fast_accum=self.use_fast_accum[0],
-            shared_scale_input=scales["recipe_input"] is ScalingType.TensorWise,
-            **scales,
-        )
-        return gathered.movedim(0, dim), [output.movedim(0, dim) for output in outputs]
+        front, biases, how = self.A.movedim(dim, 0), None, {}
+        if self.is_scaled:
+            own = self._scale_of_own_rows()
+            own = own if own.numel() == 1 else own.movedim(dim, 0)
+            biases, how = list(self.biases), _scales(front, own, self.Bs, self.B_scales)
+            how["shared_scale_input"] = how["recipe_input"] is ScalingType.TensorWise
+            how["output_dtype"] = _as_dtypes(self.out_dtypes)[0]
+            how["use_fast_accum"] = self.use_fast_accum[0]
+        weights = [B.t() for B in self.Bs]
+        outputs, gathered, *_ = allgather_gemm(front, weights, biases, group=self.group_name, **how)
+        outputs = [output.movedim(0, dim) for output in outputs]
+        returns = self.is_scaled or self.return_A
+        return gathered.movedim(0, dim) if returns else None, outputs
+
+    def _lists(self) -> tuple[Sequence[Any], ...]:
+        others = (self.out_dtypes, self.use_fast_accum)
+        return (self.B_scales, self.biases, self.result_scales, *others)
 
     def _scale_of_own_rows(self) -> torch.Tensor | None:
-        """The scale of this rank's rows, from that scale or from all ranks' scales; None for another shape."""
+        """From that scale, or from all ranks' scales."""
         A_scale, dim = self.A_scale, self.gather_dim % self.A.dim()
-        own = (*self.A.shape[:-1], 1)
-        if A_scale.numel() == 1 or (*A_scale.shape,) == own:
-            return A_scale
-        world = world_size(self.group_name)
-        whole = (*own[:dim], own[dim] * world, *own[dim + 1 :])
-        if (*A_scale.shape,) != whole:
-            return None
-        return A_scale.chunk(world, dim)[group_rank(self.group_name)]
+        world, own = world_size(self.group_name), (*self.A.shape[:-1], 1)
+        if A_scale.numel() != 1 and (*A_scale.shape,) == (
+            *own[:dim],
+            own[dim] * world,
+            *own[dim + 1 :],
+        ):
+            A_scale = A_scale.chunk(world, dim)[group_rank(self.group_name)]
+        return A_scale if A_scale.numel() == 1 or (*A_scale.shape,) == own else None
 
 
-@dataclass
-class _ScaledMatmulReduceScatter:
-    """``fused_scaled_matmul_reduce_scatter``."""
+class _Scatter(_StandIn):
+    """``fused_matmul_reduce_scatter``, ``fused_scaled_matmul_reduce_scatter``."""
 
-    A: torch.Tensor
-    B: torch.Tensor
-    A_scale: torch.Tensor
-    B_scale: torch.Tensor
-    reduce_op: str
-    orig_scatter_dim: int
-    scatter_dim_after_maybe_reshape: int
-    group_name: str
-    output_shape: Sequence[int] | None
-    bias: torch.Tensor | None = None
-    result_scale: torch.Tensor | None = None
-    out_dtype: Any = None
-    use_fast_accum: bool = False
+    @property
+    def _dim(self) -> int:
+        return self.orig_scatter_dim if self.is_scaled else self.scatter_dim
 
     @property
     def _leading(self) -> Sequence[int]:
         """The output's shape before the scatter, without the last dim."""
-        return self.A.shape[:-1] if self.output_shape is None else self.output_shape[:-1]
+        shape = getattr(self, "output_shape", None)
+        return self.A.shape[:-1] if shape is None else shape[:-1]
 
     def refused(self) -> str:
-        if self.bias is not None and self.reduce_op == "sum":
+        if self.is_scaled and self.bias is not None and self.reduce_op == "sum":
             return "there is a bias, which every rank adds before the reduction"
-        if why := _scatter_refused(
-            self.reduce_op, (*self._leading, 0), self.orig_scatter_dim, self.group_name
-        ):
+        if why := self._scatter_refused():
             return why
-        if self.A_scale.dtype != torch.float32:
-            return f"A_scale is {self.A_scale.dtype}"
-        of_rows = (*self.A_scale.shape,) == (*self.A.shape[:-1], 1)
-        if self.A_scale.numel() != 1 and not of_rows:
-            return f"A_scale has the shape {(*self.A_scale.shape,)}"
-        return _scaled_operands_refused(
+        if not self.is_scaled:
+            return _operands_refused(self.A, [self.B])
+        return self._scale_refused() or _scaled_operands_refused(
             self.A, [self.B], [self.B_scale], [self.result_scale], _as_dtypes([self.out_dtype])
         )
 
+    def _scatter_refused(self) -> str:
+        dim, dims = self._dim, len(self._leading)
+        if self.reduce_op != "sum":
+            return f"reduce_op is {self.reduce_op!r}, not 'sum'"
+        if dim == dims:
+            return "the features are scattered, not the rows"
+        if not 0 <= dim < dims:
+            return f"scatter_dim is {dim}"
+        if self._leading[dim] % world_size(self.group_name) != 0:
+            return "the scattered dim does not divide by the ranks"
+        return ""
+
     def ours(self) -> torch.Tensor:
         """By `gemm_reducescatter`; contiguous, as PyTorch's is."""
-        leading, dim, A_scale = self._leading, self.orig_scatter_dim, self.A_scale
-        front = self.A.reshape(*leading, self.A.shape[-1]).movedim(dim, 0)
-        if A_scale.numel() != 1:
-            A_scale = A_scale.reshape(*leading, 1).movedim(dim, 0)
-        scales = _scales(front, A_scale, [self.B], [self.B_scale])
-        output = gemm_reducescatter(
-            front,
-            self.B.t(),
-            group=self.group_name,
-            output_dtype=_as_dtypes([self.out_dtype])[0],
-            use_fast_accum=self.use_fast_accum,
-            **{**scales, "scale_weight": scales["scale_weight"][0]},
-        )
+        dim, front, how = self._dim, self.A, {}
+        if self.is_scaled:
+            front = front.reshape(*self._leading, front.shape[-1])
+        front = front.movedim(dim, 0)
+        if self.is_scaled:
+            own = self.A_scale
+            own = own if own.numel() == 1 else own.reshape(*self._leading, 1).movedim(dim, 0)
+            how = _scales(front, own, [self.B], [self.B_scale])
+            (how["scale_weight"],) = how["scale_weight"]
+            how["output_dtype"] = _as_dtypes([self.out_dtype])[0]
+            how["use_fast_accum"] = self.use_fast_accum
+        output = gemm_reducescatter(front, self.B.t(), group=self.group_name, **how)
         return output.movedim(0, dim).contiguous()
 
 
-# An operator's class takes its arguments. `refused` says why this package's op does not take them, and is empty if it does.
-# `ours` runs that op.
 STAND_INS = {
-    "fused_all_gather_matmul": _AllGatherMatmul,
-    "fused_matmul_reduce_scatter": _MatmulReduceScatter,
-    "fused_all_gather_scaled_matmul": _AllGatherScaledMatmul,
-    "fused_scaled_matmul_reduce_scatter": _ScaledMatmulReduceScatter,
+    "fused_all_gather_matmul": _Gather,
+    "fused_matmul_reduce_scatter": _Scatter,
+    "fused_all_gather_scaled_matmul": _Gather,
+    "fused_scaled_matmul_reduce_scatter": _Scatter,
 }
 
 
 # --- common parts ---------------------------------------------------------------------------------------------
-
-
-def _gather_dim_refused(A: torch.Tensor, dim: int) -> str:
-    if A.dim() >= 2 and dim in (-1, A.dim() - 1):
-        return "the features are gathered, not the rows"
-    return ""
-
-
-def _scatter_refused(reduce_op: str, shape: Sequence[int], dim: int, group: str) -> str:
-    """`shape` is the output's before it is scattered; its last dim holds the features."""
-    if reduce_op != "sum":
-        return f"reduce_op is {reduce_op!r}, not 'sum'"
-    if dim == len(shape) - 1:
-        return "the features are scattered, not the rows"
-    if not 0 <= dim < len(shape) - 1:
-        return f"scatter_dim is {dim}"
-    if shape[dim] % world_size(group) != 0:
-        return "the scattered dim does not divide by the ranks"
-    return ""
 
 
 def _operands_refused(A: torch.Tensor, Bs: Sequence[torch.Tensor]) -> str:
