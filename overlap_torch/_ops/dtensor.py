@@ -14,14 +14,13 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from overlap_torch._ops import composition as _composition
-from overlap_torch._ops import library  # noqa: F401  (the library holds the ops)
+from overlap_torch._ops import library
 from overlap_torch._ops.collectives import all_to_all
 
-_STYLES = {
+_STYLES = {  # of the ops that have one
     "gemm_allreduce": "OverlapRowwiseParallel",
     "gemm_reducescatter": "OverlapRowwiseParallel",
     "allgather_gemm": "OverlapColwiseParallel",
-    "gemm_alltoall": None,
 }
 _DTENSOR = "torch.distributed.tensor"
 _COMM_DEBUG_MODE = "torch.distributed.tensor.debug._comm_mode"
@@ -43,7 +42,7 @@ def make_ops_known() -> None:
         _known.add(_COMM_DEBUG_MODE)
         counted = getattr(mode, "c10d_collective_ops", None)
         if isinstance(counted, set):  # as of PyTorch 2.11; elsewhere the ops are not counted
-            counted.update(getattr(torch.ops.overlap, name) for name in _STYLES)
+            counted.update(getattr(torch.ops.overlap, name) for name in library.OPS)
 
 
 # The ops' autograd kernels call it for a subclass or within a mode.
@@ -53,10 +52,8 @@ _library.impl("_make_ops_known", make_ops_known, "CPU")
 
 def _dispatch_by(cls: type, rule: Any) -> None:
     """Registers a rule for all ops, for calls with a tensor or a mode of this class."""
-    for name in _STYLES:
-        for overload in getattr(torch.ops.overlap, name).overloads():
-            op = f"overlap::{name}" + ("" if overload == "default" else f".{overload}")
-            torch.library.register_torch_dispatch(op, cls, rule)
+    for name, _ in library.overloads():
+        torch.library.register_torch_dispatch(f"overlap::{name}", cls, rule)
 
 
 def _imported(name: str, member: str) -> Any:
@@ -73,12 +70,9 @@ def _refuse(cls: type, op: torch._ops.OpOverload, types: Any, args: Any, kwargs:
         for value in (values if isinstance(values, (list, tuple)) else [values])
         if isinstance(value, cls)
     )
-    style = _STYLES[name]
-    other = (
-        ""
-        if style is None
-        else f", or give the layer the style overlap_torch.parallel.{style}, which takes DTensors"
-    )
+    other = ""
+    if name in _STYLES:
+        other = f", or give the layer the style overlap_torch.parallel.{_STYLES[name]}, which takes DTensors"
     raise TypeError(
         f"{name}: takes and returns this rank's tensors, but got DTensors: {given}. Its group and its parts of rows and "
         f"features need not be those of a mesh. Call it with tensor.to_local(){other}"

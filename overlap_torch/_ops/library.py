@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,6 +20,18 @@ except OSError as error:
     ) from error
 
 _check = torch.ops.overlap.check.default
+OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "gemm_alltoall")
+
+
+def overloads() -> Iterator[tuple[str, torch._ops.OpOverload]]:
+    """The overloads of OPS, with their names in a library."""
+    for name in OPS:
+        packet = getattr(torch.ops.overlap, name)
+        for overload in packet.overloads():
+            yield (
+                name + ("" if overload == "default" else f".{overload}"),
+                getattr(packet, overload),
+            )
 
 
 def check() -> None:

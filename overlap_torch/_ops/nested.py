@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from overlap_torch._ops import library  # noqa: F401  (the library holds the ops)
+from overlap_torch._ops import library
 
-_OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "gemm_alltoall")
 _kernels = torch.library.Library("overlap", "IMPL")
 
 
@@ -72,12 +71,8 @@ def _dispatched(cls: type, op: torch._ops.OpOverload, types: Any, args: Any, kwa
     _refuse(op, *args, **kwargs)
 
 
-for _name in _OPS:
-    for _overload in getattr(torch.ops.overlap, _name).overloads():
-        _op = getattr(getattr(torch.ops.overlap, _name), _overload)
-        _full = _op._schema.name + ("" if _overload == "default" else f".{_overload}")
-        torch.library.register_torch_dispatch(_full, NestedTensor, _dispatched)
-        for _key in ("NestedTensor", "Sparse", "SparseCsr", "Quantized"):
-            for _device in ("CPU", "CUDA"):
-                _rule = functools.partial(_refuse, _op)
-                _kernels.impl(_full.partition("::")[2], _rule, _key + _device)
+for _name, _op in library.overloads():
+    torch.library.register_torch_dispatch(f"overlap::{_name}", NestedTensor, _dispatched)
+    for _key in ("NestedTensor", "Sparse", "SparseCsr", "Quantized"):
+        for _device in ("CPU", "CUDA"):
+            _kernels.impl(_name, functools.partial(_refuse, _op), _key + _device)
