@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from transformers import masking_utils
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from overlap_torch._attention.cuts import Documents, Tokens, numbers_of, spans_of_ranks
 from overlap_torch._attention.functions import context_parallel_attention
@@ -48,10 +46,6 @@ class CutAttention:
     ) -> None:
         self.group, self.tokens = group_name(group), tokens
         self.documents, self.head_parts = documents, head_parts
-
-    def register(self, name: str) -> None:
-        ALL_ATTENTION_FUNCTIONS.register(name, self.attention)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, self.mask)
 
     def mask(
         self,

@@ -3,17 +3,15 @@ attention of a cut sequence."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
-import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 from overlap_torch._attention.cuts import Documents, Tokens
 from overlap_torch._ops.group import Group
-from overlap_torch._ops.handles import Handle
+from overlap_torch._ops.handles import Handle, Held
 from overlap_torch.integrations._release import require
 
 __all__ = [
@@ -23,32 +21,35 @@ __all__ = [
 
 RELEASES = ("5.21", "5.22", "5.23", "5.24")
 
-_lock = threading.Lock()
-_held: dict[str, int] = {}  # handles that have not been undone, by the style's name
-_before: dict[str, Any] = {}  # transformers' own styles
+_held: dict[str, Held] = {}  # entries of transformers' registries, by name
 
 
 class Registration(Handle):
     """The result of :func:`register`: undoes it, once, by :meth:`undo` or at the end of a ``with``. Models keep the styles they have."""
 
 
-def _release(names: Iterable[str]) -> None:
-    """Restores transformers' styles, except those that another handle holds."""
-    from overlap_torch.integrations import _transformers_styles as styles
+def _entry(registry: Any, name: str, value: Any) -> Held:
+    """A registry's entry; at its end the one that was there before comes back."""
+    before: list[Any] = []
 
-    with _lock:
-        for name in names:
-            _held[name] -= 1
-            if _held[name] > 0:
-                continue
-            before = _before.pop(name)
-            if before is None:
-                styles.REGISTRY._global_mapping.pop(name, None)
-            else:
-                styles.REGISTRY.register(name, before)
-        experts = None if any(_held.values()) else _experts()
-        if experts is not None:
-            experts.REGISTRY._global_mapping.pop(experts.NAME, None)
+    def put() -> None:
+        before.append(registry._global_mapping.get(name))
+        registry.register(name, value)
+
+    def take() -> None:
+        if (theirs := before.pop()) is None:
+            registry._global_mapping.pop(name, None)
+        else:
+            registry.register(name, theirs)
+
+    return Held(put, take)
+
+
+def _hold(held: Sequence[Held]) -> Callable[[], None]:
+    """Puts entries into their registries; the result takes them out."""
+    for each in held:
+        each.hold()
+    return lambda: [each.release() for each in held]
 
 
 def register(*, auto: bool = True) -> Registration:
@@ -84,19 +85,12 @@ def register(*, auto: bool = True) -> Registration:
     require("transformers", RELEASES, "transformers")
     from overlap_torch.integrations import _transformers_styles as styles
 
-    with _lock:
-        found = styles.named()
-        if auto:
-            found |= styles.in_place_of_transformers()
-        for name, style in found.items():
-            if _held.setdefault(name, 0) == 0:
-                _before[name] = styles.REGISTRY.get(name)
-                styles.REGISTRY.register(name, style)
-            _held[name] += 1
-        experts = _experts()
-        if experts is not None:
-            experts.REGISTRY.register(experts.NAME, experts.OverlapEP)
-    return Registration(functools.partial(_release, tuple(found)))
+    found = styles.named() | (styles.in_place_of_transformers() if auto else {})
+    entries = [(styles.REGISTRY, name, style) for name, style in found.items()]
+    if (experts := _experts()) is not None:
+        entries.append((experts.REGISTRY, experts.NAME, experts.OverlapEP))
+    held = [_held.setdefault(entry[1], _entry(*entry)) for entry in entries]
+    return Registration(_hold(held))
 
 
 def _experts() -> ModuleType | None:
@@ -197,8 +191,8 @@ class AttentionRegistration(Handle):
             documents.
     """
 
-    def __init__(self, name: str, attention: Any) -> None:
-        super().__init__(functools.partial(_forget, name))
+    def __init__(self, undo: Callable[[], None], attention: Any) -> None:
+        super().__init__(undo)
         self._attention = attention
 
     @property
@@ -208,14 +202,6 @@ class AttentionRegistration(Handle):
     @documents.setter
     def documents(self, documents: Documents | None) -> None:
         self._attention.documents = documents
-
-
-def _forget(name: str) -> None:
-    """Removes the attention from transformers."""
-    from overlap_torch.integrations import _transformers_attention as attentions
-
-    for registry in (attentions.ALL_ATTENTION_FUNCTIONS, attentions.ALL_MASK_ATTENTION_FUNCTIONS):
-        registry._global_mapping.pop(name, None)
 
 
 def register_attention(
@@ -252,12 +238,19 @@ def register_attention(
         ImportError: as :func:`register`.
     """
     require("transformers", RELEASES, "transformers")
-    from overlap_torch.integrations import _transformers_attention as attentions
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if name in attentions.ALL_ATTENTION_FUNCTIONS.valid_keys():
+    from overlap_torch.integrations._transformers_attention import CutAttention
+
+    if name in ALL_ATTENTION_FUNCTIONS.valid_keys():
         raise ValueError(
             f"transformers has an attention {name!r}: give another name=, or undo() the one that has it"
         )
-    attention = attentions.CutAttention(group, tokens, documents, head_parts)
-    attention.register(name)
-    return AttentionRegistration(name, attention)
+    attention = CutAttention(group, tokens, documents, head_parts)
+    entries = (
+        (ALL_ATTENTION_FUNCTIONS, attention.attention),
+        (ALL_MASK_ATTENTION_FUNCTIONS, attention.mask),
+    )
+    held = [_entry(registry, name, function) for registry, function in entries]
+    return AttentionRegistration(_hold(held), attention)
