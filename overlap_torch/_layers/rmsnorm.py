@@ -13,6 +13,8 @@ from overlap_torch._ops.collectives import USUAL_INVARIANCE
 from overlap_torch._ops.fakes import DTYPES
 from overlap_torch._ops.gradients import needs_recording, transforms_are_active
 
+# The arguments of `_composed` beside operands and group.
+_HOW = ("eps", "gain_offset", "round_before_gain", "quantize", "return_norm", "invariance")
 _QUANTIZE = (None, "tensorwise", "rowwise", "blockwise")
 _GRAIN, _MOST_COLUMNS = 8, 16384  # of rows that the kernels take
 # Up to this number of rows the compile pass and the integrations fuse the norm: the kernels were faster than a compiled norm after
@@ -133,9 +135,10 @@ def _call(
     weight: Operand,
     others: tuple[Operand, ...],
     fused: bool,
-    **how: Any,
+    *values: Any,
 ) -> Results:
-    name = group_name(group)
+    """``values``: the arguments of _HOW."""
+    name, how = group_name(group), dict(zip(_HOW, values, strict=True))
     *rest, scale = others
     quantize = how["quantize"]
     _check_how(op, scale, quantize, how["return_norm"])
@@ -233,20 +236,9 @@ def allreduce_rmsnorm(
         RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
             :func:`overlap_torch.check`).
     """
-    return _call(
-        "allreduce_rmsnorm",
-        group,
-        partial,
-        None,
-        (residual, norm_weight, bias, scale),
-        fused,
-        eps=eps,
-        gain_offset=gain_offset,
-        round_before_gain=round_before_gain,
-        quantize=quantize,
-        return_norm=return_norm,
-        invariance=invariance,
-    )
+    others, numbers = (residual, norm_weight, bias, scale), (eps, gain_offset, round_before_gain)
+    how = (*numbers, quantize, return_norm, invariance)
+    return _call("allreduce_rmsnorm", group, partial, None, others, fused, *how)
 
 
 def gemm_allreduce_rmsnorm(
@@ -276,17 +268,6 @@ def gemm_allreduce_rmsnorm(
     The other arguments, the results, gradients and errors are as in :func:`allreduce_rmsnorm`. The product is rounded to
     the operands' dtype before it is summed, as in :func:`gemm_allreduce`.
     """
-    return _call(
-        "gemm_allreduce_rmsnorm",
-        group,
-        input,
-        weight,
-        (residual, norm_weight, bias, scale),
-        fused,
-        eps=eps,
-        gain_offset=gain_offset,
-        round_before_gain=round_before_gain,
-        quantize=quantize,
-        return_norm=return_norm,
-        invariance=invariance,
-    )
+    others, numbers = (residual, norm_weight, bias, scale), (eps, gain_offset, round_before_gain)
+    how = (*numbers, quantize, return_norm, invariance)
+    return _call("gemm_allreduce_rmsnorm", group, input, weight, others, fused, *how)
