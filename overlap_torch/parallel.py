@@ -22,7 +22,7 @@ and FSDP2 see no difference. The layer's forward is replaced, because a hook can
 from __future__ import annotations
 
 import warnings
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.utils.parametrize
@@ -36,24 +36,30 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.nn import functional
 
-from overlap_torch._layers import linear as _linear
-from overlap_torch._layers.dtensor import is_foreign, local_parts, sharded_dim
-from overlap_torch._layers.fp8 import Maps, Recipe, recipe_of_config
+from overlap_torch._layers.dtensor import Placements, is_foreign, sharded_dim
+from overlap_torch._layers.fp8 import Recipe, recipe_of_config
+from overlap_torch._layers.linear import (
+    Operands,
+    Place,
+    columns,
+    columns_sequence,
+    row,
+    row_sequence,
+)
 from overlap_torch._layers.meshes import check_mesh, note_mesh
 from overlap_torch._layers.placements import (
     add_bias,
-    check_part,
     foreign_linear,
     from_local,
+    in_place,
+    local_parts,
     local_rows,
-    placed,
     redistribute,
     to_local,
 )
 from overlap_torch._layers.prepare import GatheredReader, OverlapPrepareModuleInput
-from overlap_torch._layers.sequence import Operands, column_sequences, let_compile, row_sequence
+from overlap_torch._layers.sequence import let_compile
 from overlap_torch._ops.dtensor import make_ops_known
 from overlap_torch._ops.nested import check_input
 from overlap_torch._watch.report import note_call, note_fallback, note_foreign
@@ -168,7 +174,7 @@ def _overlapped(
     let_compile()
     for name, parameter in list(module.named_parameters(recurse=False)):
         distributed = distribute_tensor(
-            parameter, device_mesh, [kind.placements[name]], src_data_rank=style.src_data_rank
+            parameter, device_mesh, kind.placements[name], src_data_rank=style.src_data_rank
         )
         parameter = torch.nn.Parameter(distributed, requires_grad=parameter.requires_grad)
         module.register_parameter(name, parameter)
@@ -179,48 +185,36 @@ def _overlapped(
 class _OverlapLinear(torch.nn.Linear):
     """A ``torch.nn.Linear`` with DTensor parameters that takes and returns what its style's layouts say."""
 
-    placements: ClassVar[dict[str, Placement]]
+    placements: ClassVar[dict[str, Placements]]
     device_mesh: DeviceMesh
     group: str
     world_size: int
     rank: int
+    place: Place
     input_layout: Placement
     output_layout: Placement
     use_local_output: bool
     fp8: Recipe | None  # of a torchao Float8Linear
 
-    @property
-    def maps(self) -> Any:
-        """The linear maps: functions of :mod:`overlap_torch._layers.linear`, or these in fp8."""
-        return _linear if self.fp8 is None else Maps(self.fp8)
-
     def _as_dtensor(self, local: torch.Tensor, placement: Placement) -> DTensor:
         """The DTensor of which this tensor is a rank's part; all parts have its size."""
         return from_local(local, self.device_mesh, (placement,))
 
-    def _check(self, what: str, tensor: torch.Tensor | None) -> None:
-        """Raises unless a DTensor is on the layer's ranks; refuses nested tensors, and inputs without features."""
-        if what == "input":
-            check_input(type(self).__name__, tensor)
-        if isinstance(tensor, DTensor) and tensor.device_mesh is not self.device_mesh:
-            check_mesh(f"{type(self).__name__}: its {what}", tensor, self.device_mesh)
+    def _check(self, input: torch.Tensor) -> None:
+        """Raises for an input that is no tensor of rows, or a DTensor on other ranks."""
+        check_input(type(self).__name__, input)
+        if isinstance(input, DTensor) and input.device_mesh is not self.device_mesh:
+            check_mesh(f"{type(self).__name__}: its input", input, self.device_mesh)
+
+    def _full_shape(self, name: str) -> tuple[int, ...]:
+        features = (self.out_features, self.in_features)
+        return features if name == "weight" else features[:1]
 
     def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = self._own("weight", self.weight, (self.out_features, self.in_features))
-        return local_parts(weight, self._own("bias", self.bias, (self.out_features,)))
-
-    def _own(
-        self, name: str, parameter: torch.Tensor | None, shape: tuple[int, ...]
-    ) -> torch.Tensor | None:
-        """A parameter in its placement, on the layer's ranks; a plain tensor is this rank's part."""
-        placement = self.placements[name]
-        if isinstance(parameter, DTensor):
-            self._check(name, parameter)
-            return placed(parameter, placement)
-        if parameter is not None:
-            what = f"{type(self).__name__}: its {name}"
-            check_part(what, parameter, placement, shape, self.world_size, self.rank)
-        return parameter
+        pairs = (("weight", self.weight), ("bias", self.bias))
+        places = self.placements
+        own = [in_place(self, name, one, places[name], self.device_mesh) for name, one in pairs]
+        return local_parts(*own)
 
     def _output(self, local: torch.Tensor, placement: Placement, size: int) -> torch.Tensor:
         """The layer's output: `local` is this rank's part of an output whose sharded dim has `size` elements."""
@@ -267,11 +261,11 @@ class _OverlapLinear(torch.nn.Linear):
 class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
     """The layer that :class:`OverlapColwiseParallel` makes of a ``torch.nn.Linear``."""
 
-    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
+    placements: ClassVar[dict[str, Placements]] = {"weight": (Shard(0),), "bias": (Shard(0),)}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""
-        self._check("input", input)
+        self._check(input)
         note_call(self, input)
         if is_foreign(self._parameters.get("weight")):
             return self._of_foreign(input, columns=True)
@@ -291,40 +285,27 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
         distributed = isinstance(input, DTensor)
         placement = input.placements[0] if distributed else self.input_layout
         dim = sharded_dim(placement, input.dim())
-        weight, bias, padding = operands = self.operands()
+        operands = [self.operands()]
         if dim is not None and dim != input.dim() - 1:
             local, tokens = local_rows(input, dim, self.world_size)
-            (output,), _ = column_sequences(
-                local,
-                [operands],
-                dim=dim,
-                group=self.group,
-                world_size=self.world_size,
-                tokens=tokens,
-                recipe=self.fp8,
-            )
-            return output
-        place = {"group": self.group, "world_size": self.world_size, "padding": padding}
+            return columns_sequence(local, operands, self.place, tokens, dim, keeps=True)[0]
         if placement.is_replicate() and not distributed:
-            return self.maps.column(input, weight, bias, **place)
+            return columns(input, operands, self.place)[0]
         if not distributed:
             input = self._as_dtensor(input, placement)
         if not placement.is_replicate():  # redistributing it would reduce the gradient here
             input = redistribute(input, (Replicate(),))
-        local = to_local(input, (Partial(),))
-        if self.fp8 is None:
-            return functional.linear(local, weight, bias)
-        return self.maps.column(local, weight, bias, reduces=False, **place)
+        return columns(to_local(input, (Partial(),)), operands, self.place, reduces=False)[0]
 
 
 class OverlapRowwiseLinear(_OverlapLinear):
     """The layer that :class:`OverlapRowwiseParallel` makes of a ``torch.nn.Linear``."""
 
-    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(1), "bias": Replicate()}
+    placements: ClassVar[dict[str, Placements]] = {"weight": (Shard(1),), "bias": (Replicate(),)}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""
-        self._check("input", input)
+        self._check(input)
         note_call(self, input)
         if is_foreign(self._parameters.get("weight")):
             return self._of_foreign(input, columns=False)
@@ -335,28 +316,15 @@ class OverlapRowwiseLinear(_OverlapLinear):
             input = to_local(redistribute(input, (Shard(last),)))
         weight, bias = self._local_parameters()
         padding = -(-self.in_features // self.world_size) - weight.shape[1]
+        operands = Operands(weight, bias, padding)
         dim = sharded_dim(self.output_layout, input.dim())
         if self.output_layout.is_replicate():
-            output = self.maps.row(input, weight, bias, group=self.group, padding=padding)
-            return self._output(output, Replicate(), 0)
+            return self._output(row(input, operands, self.place), Replicate(), 0)
         if dim is not None and dim != last:
-            output = row_sequence(
-                input,
-                weight,
-                bias,
-                dim=dim,
-                group=self.group,
-                world_size=self.world_size,
-                rank=self.rank,
-                padding=padding,
-                recipe=self.fp8,
-            )
+            output = row_sequence(input, operands, self.place, dim, keeps=True)
             return self._output(output, Shard(dim), input.shape[dim])
-        if self.fp8 is None:
-            local = functional.linear(input, weight)
-        else:  # its gradient is this rank's own
-            place = {"group": self.group, "world_size": self.world_size, "padding": 0}
-            local = self.maps.column(input, weight, None, reduces=False, **place)
+        # The input's gradient is this rank's own.
+        (local,) = columns(input, [Operands(weight, None, 0)], self.place, reduces=False)
         partial = self._as_dtensor(local, Partial())
         output = redistribute(partial, (self.output_layout,))
         output = add_bias(output, self.bias)
@@ -378,6 +346,7 @@ def replace_forward(
     module.group = device_mesh.get_group().group_name
     module.world_size = device_mesh.size()
     module.rank = device_mesh.get_local_rank()
+    module.place = Place(module.group, module.world_size, module.rank, module.fp8)
     module.input_layout = input_layout
     module.output_layout = output_layout
     module.use_local_output = use_local_output

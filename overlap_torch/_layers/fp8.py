@@ -19,11 +19,11 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import ScalingType
 
-from overlap_torch._layers.linear import as_under_autocast, cut, padded
-from overlap_torch._layers.sharding import pad_end, shard_range
 from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
 from overlap_torch._ops.collectives import start_reduce_scatter, wait
 from overlap_torch._ops.gradients import (
+    Gradient,
+    in_parts,
     kept,
     of_each,
     one_after_the_other,
@@ -33,8 +33,6 @@ from overlap_torch._ops.gradients import (
 )
 
 _SMALLEST = 1e-12  # lower bound of the largest number: zeros have a scale, too
-
-Gradient = torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -144,95 +142,80 @@ def scaled(tensor: torch.Tensor, cast: Cast, recipe: Recipe, group: str | None =
     return Scaled(values, factor.reciprocal())
 
 
-def _together(*operands: Scaled) -> tuple[list[Scaled], ScalingType]:
-    """The operands of one op: if one has scales of rows, all have; and their recipe."""
-    if not any(operand.by_rows for operand in operands):
-        return list(operands), ScalingType.TensorWise
-    with_rows = [
-        each if each.by_rows else Scaled(each.values, each.scale.expand(*each.values.shape[:-1], 1))
-        for each in operands
-    ]
-    return with_rows, ScalingType.RowWise
+def _together(
+    input: Scaled, weights: Sequence[Scaled], dtype: torch.dtype, fast_accum: bool
+) -> tuple[Scaled, list[Scaled], dict[str, Any]]:
+    """The operands of one op, and its keywords beside scales: if one operand has scales of rows, all have."""
+    operands, recipe = [input, *weights], ScalingType.TensorWise
+    if any(operand.by_rows for operand in operands):
+        recipe = ScalingType.RowWise
+        operands = [
+            each
+            if each.by_rows
+            else Scaled(each.values, each.scale.expand(*each.values.shape[:-1], 1))
+            for each in operands
+        ]
+    recipes = {"recipe_input": recipe, "recipe_weight": recipe}
+    how = {**recipes, "output_dtype": dtype, "use_fast_accum": fast_accum}
+    return operands[0], operands[1:], how
 
 
 def _local(
     input: Scaled, weight: Scaled, bias: torch.Tensor | None, dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor:
-    (input, weight), recipe = _together(input, weight)
-    return torch.ops.overlap.scaled_linear(
-        input.values,
-        weight.values,
-        input.scale,
-        weight.scale,
-        bias,
-        recipe_input=recipe.value,
-        recipe_weight=recipe.value,
-        output_dtype=dtype,
-        use_fast_accum=fast_accum,
-    )
+    x, (w,), how = _together(input, [weight], dtype, fast_accum)
+    how |= {name: recipe.value for name, recipe in how.items() if name.startswith("recipe")}
+    return torch.ops.overlap.scaled_linear(x.values, w.values, x.scale, w.scale, bias, **how)
 
 
 def _reduced(
-    op: Any,
-    input: Scaled,
-    weight: Scaled,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    fast_accum: bool,
-    group: str,
+    op: Any, input: Scaled, weight: Scaled, bias: torch.Tensor | None, group: str, *how: Any
 ) -> torch.Tensor:
     """`gemm_allreduce` or `gemm_reducescatter`."""
-    (input, weight), recipe = _together(input, weight)
-    return op(
-        input.values,
-        weight.values,
-        bias,
-        group=group,
-        scale_input=input.scale,
-        scale_weight=weight.scale,
-        recipe_input=recipe,
-        recipe_weight=recipe,
-        output_dtype=dtype,
-        use_fast_accum=fast_accum,
-    )
+    x, (w,), how = _together(input, [weight], *how)
+    scales = {"scale_input": x.scale, "scale_weight": w.scale}
+    return op(x.values, w.values, bias, group=group, **scales, **how)
 
 
 def _gathered(
     input: Scaled,
     weights: Sequence[Scaled],
     biases: Sequence[torch.Tensor | None],
-    dtype: torch.dtype,
-    fast_accum: bool,
     group: str,
+    *how: Any,
 ) -> tuple[list[torch.Tensor], Scaled]:
     """`allgather_gemm` of several weights. One scale of the input is the same on all ranks."""
-    (x, *ws), recipe = _together(input, *weights)
+    x, ws, how = _together(input, weights, *how)
+    how["shared_scale_input"] = how["recipe_input"] is ScalingType.TensorWise
+    scales = {"scale_input": x.scale, "scale_weight": [w.scale for w in ws]}
     outputs, values, scale = allgather_gemm(
-        x.values,
-        [w.values for w in ws],
-        list(biases),
-        group=group,
-        scale_input=x.scale,
-        scale_weight=[w.scale for w in ws],
-        recipe_input=recipe,
-        recipe_weight=recipe,
-        output_dtype=dtype,
-        use_fast_accum=fast_accum,
-        shared_scale_input=recipe is ScalingType.TensorWise,
+        x.values, [w.values for w in ws], list(biases), group=group, **scales, **how
     )
     return outputs, Scaled(values, scale if input.by_rows else input.scale)
 
 
-class _Place(NamedTuple):
-    """The layer's map, and where its parts are."""
+class Map(NamedTuple):
+    """One of the four maps, and what a layer asks of it."""
 
+    recipe: Recipe
+    group: str
     columns: bool  # N is cut, else K
     sequence: bool  # tokens are cut
-    group: str
-    recipe: Recipe
-    biases: tuple[bool, ...]  # which weights have a bias
     gathers: bool = False  # the gathered input is a result, too
     reduces: bool = True  # the gradient of the columns' input is summed over the ranks
+
+
+def linears(
+    kind: Map,
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+) -> tuple[torch.Tensor, ...]:
+    """The map of padded operands: an output for each weight, and the gathered input if the map says so."""
+    given = [bias for bias in biases if bias is not None]
+    has = tuple(bias is not None for bias in biases)
+    outputs = _Linear.apply(kind, has, input, *weights, *given)
+    return recorded(outputs, keeps_gradients=kind.sequence and not kind.columns)
 
 
 class _Linear(torch.autograd.Function):
@@ -240,25 +223,30 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, place: _Place, input: torch.Tensor, *weights_and_biases: torch.Tensor
+        ctx,
+        place: Map,
+        with_bias: Sequence[bool],
+        input: torch.Tensor,
+        *weights_and_biases: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        recipe, count = place.recipe, len(place.biases)
-        weights, biases = of_each(place.biases, weights_and_biases)
-        ctx.place, ctx.dtype, ctx.kept = place, input.dtype, None
-        needs_weights = any(ctx.needs_input_grad[2 : 2 + count])
+        recipe, count = place.recipe, len(with_bias)
+        weights, biases = of_each(with_bias, weights_and_biases)
+        ctx.place, ctx.with_bias, ctx.dtype, ctx.kept = place, with_bias, input.dtype, None
+        needs_weights = any(ctx.needs_input_grad[3 : 3 + count])
         gathering = place.columns and place.sequence
         x = scaled(input, recipe.input, recipe, place.group if gathering else None)
         ws = [scaled(weight, recipe.weight, recipe) for weight in weights]
         how = (input.dtype, recipe.fast_accum)
         saved: tuple[torch.Tensor, ...] = (input,)
         if gathering:
-            outputs, x = _gathered(x, ws, biases, *how, place.group)
+            outputs, x = _gathered(x, ws, biases, place.group, *how)
             saved = (x.values, x.scale)
         elif place.columns:
-            outputs = [_local(x, w, bias, *how) for w, bias in zip(ws, biases, strict=True)]
+            pairs = zip(ws, biases, strict=True)
+            outputs = [_local(x, w, bias, *how) for w, bias in pairs]
         else:
             op = gemm_reducescatter if place.sequence else gemm_allreduce
-            outputs = [_reduced(op, x, ws[0], biases[0], *how, place.group)]
+            outputs = [_reduced(op, x, ws[0], biases[0], place.group, *how)]
         if not gathering and recipe.input_for_weight == recipe.input and not x.by_rows:
             saved = (x.values, x.scale)  # half of the input's memory
         ctx.save_for_backward(*weights, *(saved if needs_weights else ()))
@@ -266,48 +254,40 @@ class _Linear(torch.autograd.Function):
         if not place.gathers:
             return tuple(outputs)
         gathered = x.dequantised(input.dtype)
-        if not ctx.needs_input_grad[1]:
+        if not ctx.needs_input_grad[2]:
             ctx.mark_non_differentiable(gathered)
         return (*outputs, gathered)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Gradient) -> tuple[Gradient, ...]:
-        place = ctx.place
-        count = len(place.biases)
+        place, with_bias = ctx.place, ctx.with_bias
+        count = len(with_bias)
         weights, inputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         output_grads = grads[:count]
         gathered_grad = grads[count] if place.gathers else None
-        _, needs_input, *needs = ctx.needs_input_grad
-        needs_weights, needs_biases = of_each(place.biases, needs)
+        _, _, needs_input, *needs = ctx.needs_input_grad
+        needs_weights, needs_biases = of_each(with_bias, needs)
         used = [i for i in range(count) if output_grads[i] is not None]
 
         summed = None
         if gathered_grad is not None and needs_input:
             summed = start_reduce_scatter(gathered_grad, place.group)
-        grad_input, grad_weights = None, [None] * count
+        grad_input = made = None
         if used:
             grad, weight = one_after_the_other(
                 [output_grads[i] for i in used], [weights[i] for i in used]
             )
             wanted = any(needs_weights[i] for i in used)
             grad_input, made = _backward(ctx, grad, weight, inputs, needs_input, wanted)
-            begin = 0
-            for i in used:
-                size = output_grads[i].shape[-1]
-                if needs_weights[i]:
-                    grad_weights[i] = made.narrow(0, begin, size)
-                begin += size
         if summed is not None:
             grad_input = wait(summed) if grad_input is None else grad_input + wait(summed)
         grad_biases = [
-            rows(output_grads[i]).sum(0)
-            if needs_biases[i] and output_grads[i] is not None
-            else None
+            rows(output_grads[i]).sum(0) if needs_biases[i] and i in used else None
             for i in range(count)
-            if place.biases[i]
+            if with_bias[i]
         ]
-        return None, grad_input, *grad_weights, *grad_biases
+        return None, None, grad_input, *in_parts(made, output_grads, needs_weights), *grad_biases
 
 
 def _backward(
@@ -332,14 +312,14 @@ def _backward(
         transposed = weight.t() if needs_input else weight.t()[:0]
         w = scaled(transposed, recipe.weight_for_grad, recipe)
         if gathering:
-            (grad_input,), whole = _gathered(g, [w], [None], *how, place.group)
+            (grad_input,), whole = _gathered(g, [w], [None], place.group, *how)
             if not needs_input:
                 grad_input = None
             elif inputs and not needs_weight:  # whose gradient is wanted later
                 ctx.kept = grad, whole
         elif place.columns and place.reduces:
             op = gemm_reducescatter if place.sequence else gemm_allreduce
-            grad_input = _reduced(op, g, w, None, *how, place.group)
+            grad_input = _reduced(op, g, w, None, place.group, *how)
         else:
             grad_input = _local(g, w, None, *how)
         if not gathering and not g.by_rows and recipe.grad_for_weight == recipe.grad:
@@ -376,75 +356,3 @@ def _along_rows(
     if isinstance(operand, Scaled) and not operand.by_rows and not cast.by_rows:
         return Scaled(rows(operand.values).t(), operand.scale)
     return scaled(rows(_plain(operand, dtype)).t(), cast, recipe)
-
-
-# --- the maps, as overlap_torch._layers.linear has them --------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Maps:
-    """The functions of ``overlap_torch._layers.linear``, computed with a recipe."""
-
-    recipe: Recipe
-
-    def _run(
-        self,
-        place: dict[str, Any],
-        input: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor | None],
-    ) -> tuple[torch.Tensor, ...]:
-        input, *operands = as_under_autocast(input, *weights, *biases)
-        weights, biases = operands[: len(weights)], operands[len(weights) :]
-        given = [bias for bias in biases if bias is not None]
-        has = tuple(bias is not None for bias in biases)
-        where = _Place(recipe=self.recipe, biases=has, **place)
-        return recorded(
-            _Linear.apply(where, input, *weights, *given),
-            keeps_gradients=where.sequence and not where.columns,
-        )
-
-    def columns(self, input, weights, biases, *, group, world_size, paddings, reduces=True):
-        """With ``reduces`` False the input's gradient stays this rank's part of a sum over the ranks."""
-        place = {"columns": True, "sequence": False, "group": group}
-        place["reduces"] = reduces and world_size > 1
-        # Every rank's GEMM of the gradient must have the same size.
-        outputs = self._run(place, input, *padded(weights, biases, paddings))
-        return tuple(
-            output[..., : output.shape[-1] - padding]
-            for output, padding in zip(outputs, paddings, strict=True)
-        )
-
-    def column(self, input, weight, bias, *, padding, **place):
-        return self.columns(input, [weight], [bias], paddings=[padding], **place)[0]
-
-    def columns_sequence(
-        self, input, weights, biases, *, group, world_size, tokens, paddings, gathers=False
-    ):
-        """With ``gathers`` the last result is the gathered input, with the values of fp8 times scales."""
-        results = self._run(
-            {"columns": True, "sequence": True, "group": group, "gathers": gathers},
-            pad_end(input, 0, -(-tokens // world_size) - input.shape[0]),
-            *padded(weights, biases, paddings),
-        )
-        outputs = cut(results[: len(paddings)], tokens, paddings)
-        return (*outputs, results[-1][:tokens]) if gathers else outputs
-
-    def column_sequence(self, input, weight, bias, *, padding, **place):
-        return self.columns_sequence(input, [weight], [bias], paddings=[padding], **place)[0]
-
-    def row(self, input, weight, bias, *, group, padding):
-        place = {"columns": False, "sequence": False, "group": group}
-        (output,) = self._run(
-            place, pad_end(input, -1, padding), [pad_end(weight, -1, padding)], [bias]
-        )
-        return output
-
-    def row_sequence(self, input, weight, bias, *, group, world_size, rank, padding):
-        """The bias's gradient is the local rows' sum."""
-        tokens = input.shape[0]
-        input = pad_end(pad_end(input, -1, padding), 0, -tokens % world_size)
-        place = {"columns": False, "sequence": True, "group": group}
-        (output,) = self._run(place, input, [pad_end(weight, -1, padding)], [bias])
-        _, size = shard_range(tokens, world_size, rank)
-        return output[:size]

@@ -8,14 +8,17 @@ Importing this loads ``torch.distributed.tensor``, which takes most of a second.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn import functional
 
 from overlap_torch._layers.dtensor import Placements, mesh_within, sharded_dim, wrap
+from overlap_torch._layers.meshes import check_mesh
 from overlap_torch._layers.sharding import shard_range
 from overlap_torch._ops.gradients import TransformedFunction, recorded
 
@@ -31,6 +34,89 @@ def to_local(tensor: DTensor, grad_placements: Placements | None = None) -> torc
     if torch.compiler.is_compiling() and not _is_uneven(tensor):
         return tensor.to_local(grad_placements=grad_placements)
     return recorded(_ToLocal.apply(tensor, grad_placements))
+
+
+def local_parts(
+    weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """This rank's parts of a layer's parameters, as plain tensors. Plain tensors already are parts."""
+    if torch.compiler.is_compiling():  # it cannot trace how `_Whole` makes DTensors
+        traced = [to_local(one) if isinstance(one, DTensor) else one for one in (weight, bias)]
+        return traced[0], traced[1]
+    if not isinstance(weight, DTensor) or not (bias is None or isinstance(bias, DTensor)):
+        return _part(weight), _part(bias)
+    if not torch.is_grad_enabled():
+        return weight._local_tensor, None if bias is None else bias._local_tensor
+    if torch._C._are_functorch_transforms_active():
+        # torch.func wraps the tensors that it differentiates, and these wrappers are not DTensors. DTensors are constants
+        # to it.
+        with temporarily_clear_interpreter_stack():
+            return _apply_parts(weight, bias)
+    return _apply_parts(weight, bias)
+
+
+def _part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return local_parts(tensor, None)[0] if isinstance(tensor, DTensor) else tensor
+
+
+class _LocalParts(torch.autograd.Function):
+    """`DTensor.to_local` of a weight, and a bias or None. Parts may differ in size.
+
+    The gradients have the mesh, placements, shape and strides of their DTensors. `to_local` computes the strides as if
+    every part had this rank's size; autograd then stores the gradient in another layout, replicated. Two calls of
+    `to_local` also take the host twice the time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, weight: DTensor, bias: DTensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)
+        # New tensors, because autograd writes into the tensors that it gets.
+        weight_part = weight._local_tensor.detach()
+        if bias is None:
+            ctx.specs = weight._spec, None
+            return weight_part, None
+        bias_part = bias._local_tensor.detach()
+        ctx.specs = weight._spec, bias._spec
+        needs_weight, needs_bias = ctx.needs_input_grad
+        if not needs_weight:
+            ctx.mark_non_differentiable(weight_part)
+        elif not needs_bias:
+            ctx.mark_non_differentiable(bias_part)
+        return weight_part, bias_part
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        make_whole = _Whole.apply if torch.is_grad_enabled() else _whole
+        return tuple(
+            grad if grad is None else make_whole(grad, spec)
+            for grad, spec in zip(grads, ctx.specs, strict=True)
+        )
+
+
+# `Function.apply` without its Python code for transforms.
+_apply_parts = super(torch.autograd.Function, _LocalParts).apply
+
+
+def _whole(part: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    # PyTorch's dispatch may write into a spec, so each DTensor has its own.
+    return DTensor(part.detach().contiguous(), copy.copy(spec), requires_grad=False)
+
+
+class _Whole(torch.autograd.Function):
+    """The DTensor of which every rank has a part: the reverse of `_LocalParts`."""
+
+    @staticmethod
+    def forward(ctx, part: torch.Tensor, spec: DTensorSpec) -> DTensor:
+        ctx.placements = spec.placements
+        return _whole(part, spec)
+
+    @staticmethod
+    def backward(ctx, grad: DTensor) -> tuple[torch.Tensor, None]:
+        if grad.placements != ctx.placements:
+            grad = grad.redistribute(placements=ctx.placements)
+        return _LocalParts.apply(grad, None)[0], None
 
 
 def local_rows(input: torch.Tensor, dim: int, world_size: int) -> tuple[torch.Tensor, int]:
@@ -65,30 +151,35 @@ def redistribute(tensor: DTensor, placements: Placements) -> DTensor:
     return _Redistribute.apply(tensor, placements)
 
 
-def placed(parameter: torch.Tensor | None, placement: Placement) -> torch.Tensor | None:
-    """A layer's parameter in its placement. A parametrization, tied weights or a loaded tensor may have brought another."""
-    if isinstance(parameter, DTensor) and parameter._spec.placements != (placement,):
-        return redistribute(parameter, (placement,))
-    return parameter
+def in_place(
+    layer: torch.nn.Module,
+    name: str,
+    parameter: torch.Tensor | None,
+    placements: Placements,
+    mesh: DeviceMesh,
+) -> torch.Tensor | None:
+    """A layer's parameter in its placements. A parametrization, tied weights or a loaded tensor may have brought another.
 
-
-def check_part(
-    what: str,
-    part: torch.Tensor,
-    placement: Placement,
-    shape: Sequence[int],
-    world_size: int,
-    rank: int,
-) -> None:
-    """Raises ValueError unless a plain tensor has the shape of this rank's part of the ``shape``. ``what`` names it."""
-    own, dim = list(shape), sharded_dim(placement, len(shape))
+    Raises:
+        ValueError: a DTensor on other ranks than the mesh's, or a plain tensor that is not this rank's part.
+    """
+    if parameter is None:
+        return None
+    if isinstance(parameter, DTensor):
+        spec = parameter._spec
+        if spec.mesh is not mesh:
+            check_mesh(f"{type(layer).__name__}: its {name}", parameter, mesh)
+        return parameter if spec.placements == placements else redistribute(parameter, placements)
+    shape = layer._full_shape(name)
+    own, dim = list(shape), sharded_dim(placements[0], len(shape))
     if dim is not None:
-        _, own[dim] = shard_range(own[dim], world_size, rank)
-    if list(part.shape) != own:
+        _, own[dim] = shard_range(own[dim], layer.world_size, layer.rank)
+    if list(parameter.shape) != own:
         raise ValueError(
-            f"{what} is a plain tensor of shape {tuple(part.shape)}, but rank {rank}'s part of {tuple(shape)} is {tuple(own)}: "
-            "give that part, or a DTensor of the whole"
+            f"{type(layer).__name__}: its {name} is a plain tensor of shape {tuple(parameter.shape)}, but rank {layer.rank}'s part "
+            f"of {tuple(shape)} is {tuple(own)}: give that part, or a DTensor of the whole"
         )
+    return parameter
 
 
 def add_bias(output: DTensor, bias: torch.Tensor | None) -> DTensor:

@@ -13,10 +13,9 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from overlap_torch._layers.dtensor import Placements, is_foreign, sharded_dim
 from overlap_torch._layers.fp8 import Recipe
-from overlap_torch._layers.linear import autocast_dtype
+from overlap_torch._layers.linear import Operands, Place, autocast_dtype, columns_sequence
 from overlap_torch._layers.meshes import check_mesh, same_ranks
 from overlap_torch._layers.placements import from_local, local_rows, redistribute, to_local
-from overlap_torch._layers.sequence import Operands, column_sequences
 
 
 class _Ahead(NamedTuple):
@@ -40,7 +39,7 @@ class GatheredReader:
     ahead: _Ahead | None
 
     device_mesh: DeviceMesh
-    group: str
+    place: Place
     world_size: int
     input_layout: Placement
     in_features: int
@@ -279,14 +278,9 @@ def _gather(
     if torch.compiler.is_compiling() and not isinstance(input, DTensor):
         input = from_local(input, mesh, (layout,))
     local, tokens = local_rows(input, dim, readers[0].world_size)
-    outputs, gathered = column_sequences(
-        local,
-        [reader.operands() for reader in readers],
-        dim=dim,
-        group=readers[0].group,
-        world_size=readers[0].world_size,
-        tokens=tokens,
-        recipe=readers[0].fp8,
+    operands = [reader.operands() for reader in readers]
+    *outputs, gathered = columns_sequence(
+        local, operands, readers[0].place, tokens, dim, keeps=True
     )
     gathered = gathered.to(input.dtype)  # autocast has cast what was gathered
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -1,21 +1,13 @@
-"""Linear maps of the styles from tokens cut over the ranks to features cut over the ranks, and back.
-
-Column-parallel layers that read one input gather it once, and backward reduce-scatters their sum once. The gathered input
-is kept for the gradients of the weights, as ``torch.nn.functional.linear`` keeps its input after a collective: backward
-does not gather it again. A row-parallel layer's bias gets its gradient from the rows that backward gathers in any case.
-"""
+"""The Functions of `sequence` maps that keep what they gathered."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from overlap_torch._layers import linear
-from overlap_torch._layers.fp8 import Maps, Recipe
-from overlap_torch._layers.sharding import SumGradient, cut_end, pad_end, shard_range
+from overlap_torch._layers.sharding import SumGradient
 from overlap_torch._ops import allgather_gemm, gemm_reducescatter
 from overlap_torch._ops.collectives import (
     start_all_gather,
@@ -34,108 +26,23 @@ from overlap_torch._ops.gradients import (
 from overlap_torch._ops.group import world_size
 
 
-class Operands(NamedTuple):
-    """A column-parallel layer's operands on this rank."""
-
-    weight: torch.Tensor  # [N part, K]
-    bias: torch.Tensor | None  # [N part]
-    padding: int  # how much shorter N part is than the largest
-
-
-def column_sequences(
-    input: torch.Tensor,
-    layers: Sequence[Operands],
-    *,
-    dim: int,
-    group: str,
-    world_size: int,
-    tokens: int,
-    recipe: Recipe | None = None,
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """This rank's rows [..., K] to [..., N part] for each layer, and to the gathered [..., K]; tokens are dim `dim`.
-
-    All results are contiguous. A gradient of the gathered input is this rank's part of a sum over the ranks, and is reduced
-    together with the layers' gradients. With a recipe the layers compute in fp8, and the gathered input has the values of
-    fp8 times scales.
-    """
-    if recipe is not None:
-        weights, biases, paddings = zip(*layers, strict=True)
-        *outputs, gathered = Maps(recipe).columns_sequence(
-            input.movedim(dim, 0),
-            weights,
-            biases,
-            group=group,
-            world_size=world_size,
-            tokens=tokens,
-            paddings=paddings,
-            gathers=True,
-        )
-        in_place = [one.movedim(0, dim).contiguous() for one in (*outputs, gathered)]
-        return in_place[:-1], in_place[-1]
-    input = pad_end(input, dim, -(-tokens // world_size) - input.shape[dim])
-    weights, biases = linear.padded(*zip(*layers, strict=True))
-    input, *operands = linear.as_under_autocast(input, *weights, *biases)
-    weights, biases = operands[: len(weights)], operands[len(weights) :]
-    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        outputs, gathered = allgather_gemm(input, weights, biases, dim=dim, group=group)
-    else:
-        given = [bias for bias in biases if bias is not None]
-        with_bias = [bias is not None for bias in biases]
-        *outputs, gathered = _gather_linears(group, dim, with_bias, input, *weights, *given)
-    outputs = [
-        cut_end(cut_end(output, -1, layer.padding), dim, output.shape[dim] - tokens)
-        for output, layer in zip(outputs, layers, strict=True)
-    ]
-    # Copies if parts are padded; else these are contiguous.
-    outputs = [output.contiguous() for output in outputs]
-    return outputs, cut_end(gathered, dim, gathered.shape[dim] - tokens).contiguous()
-
-
-def row_sequence(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    dim: int,
-    group: str,
-    world_size: int,
-    rank: int,
-    padding: int,
-    recipe: Recipe | None = None,
-) -> torch.Tensor:
-    """[..., K part] to this rank's rows [..., N], contiguous; tokens are dim `dim`. With a recipe in fp8.
-
-    The bias's gradient is the sum over all ranks' rows. It is summed at once, not left Partial, because clip_grad_norm_
-    does not scale a Partial gradient (torch 2.11).
-    """
-    if recipe is not None:
-        output = Maps(recipe).row_sequence(
-            input.movedim(dim, 0),
-            weight,
-            None if bias is None else SumGradient.apply(bias, group),
-            group=group,
-            world_size=world_size,
-            rank=rank,
-            padding=padding,
-        )
-        return output.movedim(0, dim).contiguous()
-    tokens = input.shape[dim]
-    input = pad_end(pad_end(input, -1, padding), dim, -tokens % world_size)
-    weight = pad_end(weight, -1, padding)
-    _, size = shard_range(tokens, world_size, rank)
-    if bias is not None and bias.requires_grad and (input.requires_grad or weight.requires_grad):
-        operands = linear.as_under_autocast(input, weight, bias)
-        output = _scatter_linear(group, dim, *operands)
-    else:
-        bias = None if bias is None else SumGradient.apply(bias, group)
-        output = gemm_reducescatter(input, weight, bias, dim=dim, group=group)
-    return cut_end(output, dim, output.shape[dim] - size).contiguous()
-
-
 def let_compile() -> None:
     """Called once before anything is compiled. It imports torch._dynamo, which takes seconds; making a DTensor also does."""
     torch.compiler.allow_in_graph(_gather_linears)
-    torch.compiler.allow_in_graph(_scatter_linear)
+    torch.compiler.allow_in_graph(scatter_linear)
+
+
+def gather_linears(
+    group: str,
+    dim: int,
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+) -> tuple[torch.Tensor, ...]:
+    """An output for each weight, and the gathered input."""
+    given = [bias for bias in biases if bias is not None]
+    with_bias = [bias is not None for bias in biases]
+    return _gather_linears(group, dim, with_bias, input, *weights, *given)
 
 
 # If Dynamo traced this, every output would have a gradient in its backward.
@@ -243,7 +150,8 @@ def _recorded(outputs, tensors, grads) -> list[torch.Tensor | None]:
     return [next(found) if tensor.requires_grad else None for tensor in tensors]
 
 
-def _scatter_linear(*arguments):
+def scatter_linear(*arguments):
+    """The output of `_ScatterLinear`, for its arguments."""
     return recorded(_ScatterLinear.apply(*arguments), keeps_gradients=True)
 
 

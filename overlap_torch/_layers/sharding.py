@@ -11,17 +11,7 @@ from torch.nn import functional
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.collectives import all_reduce, start_all_gather, wait
 from overlap_torch._ops.gradients import TransformedFunction
-from overlap_torch._ops.group import process_group
-
-
-def place_in(group: str) -> tuple[int, int]:
-    """World size of a group, and this rank's number in it.
-
-    Raises:
-        ValueError: this rank is not in the group.
-    """
-    members = process_group(group)
-    return members.size(), members.rank()
+from overlap_torch._ops.group import place_of
 
 
 def check_linear(linear: object) -> None:
@@ -66,7 +56,7 @@ def token_slice(tokens: int, *, group: Group = None) -> slice:
     have fewer, or none. DTensor's ``Shard(0)`` is the same cut.
     """
     tokens = checked_count("tokens", tokens)
-    world_size, rank = place_in(group_name(group))
+    world_size, rank = place_of(group_name(group))
     begin, size = shard_range(tokens, world_size, rank)
     return slice(begin, begin + size)
 

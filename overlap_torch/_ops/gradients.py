@@ -79,6 +79,21 @@ def of_each(with_bias: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any]
     return list(values[:count]), [next(given) if has_one else None for has_one in with_bias]
 
 
+def in_parts(
+    whole: Gradient, grads: Sequence[Gradient], needs: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The gradients of several weights, or of their biases, as parts of the gradient of all used ones, one after the other.
+
+    ``grads``: those of the outputs [..., N_i], None for an unused one. ``needs``: the gradients that are wanted.
+    """
+    found, begin = [], 0
+    for grad, needed in zip(grads, needs, strict=True):
+        size = 0 if grad is None else grad.shape[-1]
+        found.append(whole.narrow(0, begin, size) if needed and grad is not None else None)
+        begin += size
+    return found
+
+
 def refuse_tangents(op: str, *operands: torch.Tensor | None) -> None:
     """Raises NotImplementedError if an operand has a tangent."""
     if forward_ad._current_level < 0:

@@ -93,7 +93,7 @@ def group_rank(name: str) -> int:
 
 @constant_in_graphs
 def place_of(name: str) -> tuple[int, int]:
-    """The group's number of ranks, and this rank's."""
+    """The group's number of ranks, and this rank's; ValueError if this rank is not in it."""
     group = process_group(name)
     return group.size(), group.rank()
 

@@ -8,9 +8,10 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.integrations.moe import _default_apply_gate
 
-from overlap_torch._layers.sharding import GatherParts, TakePart, place_in, shard_range
+from overlap_torch._layers.sharding import GatherParts, TakePart, shard_range
 from overlap_torch._moe.activation import Gate
 from overlap_torch._moe.functions import moe, moe_combine, moe_dispatch
+from overlap_torch._ops.group import place_of
 
 REGISTRY = EPImplementationInterface
 NAME = "overlap"
@@ -86,7 +87,7 @@ class OverlapEP(EPImplementation):
         if self.tp_mesh.size() == 1:
             return self._through_experts(hidden_states, top_k_index, top_k_weights)
         group, tokens = self.tp_mesh.get_group().group_name, hidden_states.shape[0]
-        place = (0, tokens, group, *place_in(group))
+        place = (0, tokens, group, *place_of(group))
         begin, own = shard_range(tokens, *place[3:])
         part = self._through_experts(
             TakePart.apply(hidden_states, *place),

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from overlap_torch._layers.dtensor import Placements, is_foreign
+from overlap_torch._layers.linear import columns, columns_sequence
 from overlap_torch._layers.sharding import (
     GatherParts,
     check_linear,
@@ -145,48 +146,27 @@ class ColumnParallelLinear(ParallelLinear):
             tokens = self._all_tokens(input, tokens)
         elif tokens is not None:
             raise ValueError(f"tokens={tokens} has a meaning only with sequence_parallel=True")
-        return self._outputs(input, tokens) if self._several else self._output(input, tokens)
-
-    def _output(self, input: torch.Tensor, tokens: int | None) -> torch.Tensor:
-        if is_foreign(self._parameters.get("weight")):
-            arguments = (self.weight, self.bias, True, self.out_features, tokens)
-            return self._whole_features(self._of_foreign(input, *arguments))
-        weight, bias = self._local_parameters()
-        place = {"group": self.group, "world_size": self.world_size}
-        (padding,) = self._paddings
-        if self.sequence_parallel:
-            output = self._maps.column_sequence(
-                input, weight, bias, tokens=tokens, padding=padding, **place
-            )
+        pairs = self._pairs()
+        if any([is_foreign(weight) for weight, _ in pairs]):
+            features = self.out_features if self._several else [self.out_features]
+            outputs = [
+                self._of_foreign(input, *pair, True, size, tokens)
+                for pair, size in zip(pairs, features, strict=True)
+            ]
         else:
-            output = self._maps.column(input, weight, bias, padding=padding, **place)
-        return self._whole_features(output)
-
-    def _whole_features(self, output: torch.Tensor) -> torch.Tensor:
+            operands = [self._operands(i, *pair) for i, pair in enumerate(pairs)]
+            if self.sequence_parallel:
+                outputs = columns_sequence(input, operands, self._place, tokens)
+            else:
+                outputs = columns(input, operands, self._place)
+        if self._several:
+            return self._gathered(outputs) if self.gather_output else tuple(outputs)
+        (output,) = outputs
         if not self.gather_output:
             return output
         return GatherParts.apply(
             output, -1, self.out_features, self.group, self.world_size, self.rank
         )
-
-    def _outputs(self, input: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, ...]:
-        if any(is_foreign(weight) for weight in self.weights):
-            biases = [None] * len(self.weights) if self.biases is None else self.biases
-            operands = zip(self.weights, biases, self.out_features, strict=True)
-            outputs = tuple(
-                self._of_foreign(input, weight, bias, True, features, tokens)
-                for weight, bias, features in operands
-            )
-            return self._gathered(outputs) if self.gather_output else outputs
-        weights, biases = self._local_lists()
-        place = {"group": self.group, "world_size": self.world_size}
-        if self.sequence_parallel:
-            outputs = self._maps.columns_sequence(
-                input, weights, biases, tokens=tokens, paddings=self._paddings, **place
-            )
-        else:
-            outputs = self._maps.columns(input, weights, biases, paddings=self._paddings, **place)
-        return self._gathered(outputs) if self.gather_output else outputs
 
     def _gathered(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """All ranks' features of each output, by one gather of the outputs' parts side by side, padded to the largest."""

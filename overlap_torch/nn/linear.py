@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from overlap_torch._layers import linear as _linear
-from overlap_torch._layers.dtensor import local_parts, mesh_within
-from overlap_torch._layers.fp8 import Maps, recipe_of
-from overlap_torch._layers.meshes import check_mesh, group_mesh, note_mesh
-from overlap_torch._layers.placements import check_part, foreign_linear, placed, to_local
-from overlap_torch._layers.sharding import checked_count, place_in
+from overlap_torch._layers.dtensor import mesh_within
+from overlap_torch._layers.fp8 import recipe_of
+from overlap_torch._layers.linear import Operands, Place
+from overlap_torch._layers.meshes import group_mesh, note_mesh
+from overlap_torch._layers.placements import foreign_linear, in_place, local_parts, to_local
+from overlap_torch._layers.sharding import checked_count
 from overlap_torch._ops import Group, group_name
+from overlap_torch._ops.group import place_of
 from overlap_torch._ops.nested import check_input
 from overlap_torch._watch.report import note_call, note_foreign
 from overlap_torch.nn.parameters import CutParameters
@@ -50,13 +49,13 @@ class ParallelLinear(CutParameters):
         fp8: str | None,
     ) -> None:
         super().__init__()
-        recipe_of(fp8)  # raises for a name that it does not know
-        self.fp8 = fp8
+        recipe, self.fp8 = recipe_of(fp8), fp8
         self.in_features = checked_count("in_features", in_features)
         self.out_features = out_features
         self.sequence_parallel = sequence_parallel
         self.group = group_name(group)
-        self.world_size, self.rank = place_in(self.group)
+        self.world_size, self.rank = place_of(self.group)
+        self._place = Place(self.group, self.world_size, self.rank, recipe)
         self._several = isinstance(out_features, tuple)
         # The names in state dicts: the parameters of each torch.nn.Linear.
         self._names: list[tuple[str, str]] = [("weight", "bias")]
@@ -97,37 +96,35 @@ class ParallelLinear(CutParameters):
             self.register_parameter("bias", biases[0])
         self.reset_parameters()
 
-    def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's weight and bias as plain tensors, with gradients to the parameters."""
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Each weight and its bias, as the module has them."""
+        if not self._several:
+            return [self._pair()]
+        biases = [None] * len(self._names) if self.biases is None else self.biases
+        return list(zip(self.weights, biases, strict=True))
+
+    def _pair(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         # A module's attributes are slow, and needed only with a parametrization.
         parameters = self._parameters
         weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        name, name_of_bias = self._names[0]
-        return local_parts(self._in_place(name, weight), self._in_place(name_of_bias, bias))
+        return weight, bias
 
-    def _local_lists(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """`_local_parameters` of a layer with several weights."""
-        biases = [None] * len(self._names) if self.biases is None else self.biases
-        pairs = [
-            local_parts(self._in_place(names[0], weight), self._in_place(names[1], bias))
-            for names, weight, bias in zip(self._names, self.weights, biases, strict=True)
-        ]
-        return [weight for weight, _ in pairs], [bias for _, bias in pairs]
+    def _operands(self, i: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Operands:
+        """This rank's parts of the i-th pair as plain tensors, with gradients to the parameters."""
+        of_weight, of_bias = self._names[i]
+        own = local_parts(self._in_place(of_weight, weight), self._in_place(of_bias, bias))
+        return Operands(*own, self._paddings[i])
 
     def _in_place(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
         """A parameter in its placement, on the layer's ranks; a plain tensor is this rank's part."""
-        if parameter is None:
-            return None
-        (placement,) = self._placements_of(name)
-        if not isinstance(parameter, DTensor):
-            what, shape = f"{type(self).__name__}: its {name}", self._full_shape(name)
-            check_part(what, parameter, placement, shape, self.world_size, self.rank)
-        elif parameter.device_mesh is not self._mesh:
-            check_mesh(f"{type(self).__name__}: its {name}", parameter, self._mesh)
-            if not torch.compiler.is_compiling():
-                self.__dict__["_mesh"] = parameter.device_mesh  # the next comparison is quick
-        return placed(parameter, placement)
+        mesh = self._mesh
+        found = in_place(self, name, parameter, self._placements_of(name), mesh)
+        if found is not None and found is parameter and isinstance(found, DTensor):
+            other = found._spec.mesh
+            if other is not mesh and not torch.compiler.is_compiling():
+                self.__dict__["_mesh"] = other  # the next comparison is quick
+        return found
 
     def _of_foreign(
         self,
@@ -181,19 +178,9 @@ class ParallelLinear(CutParameters):
             )
         note_call(self, input)
 
-    @property
-    def _maps(self) -> Any:
-        """The linear maps: functions of :mod:`overlap_torch._layers.linear`, or these in fp8."""
-        recipe = recipe_of(self.fp8)
-        return _linear if recipe is None else Maps(recipe)
-
     def extra_repr(self) -> str:
-        if self._several:
-            biases = [None] * len(self._names) if self.biases is None else self.biases
-            bias: bool | list[bool] = [one is not None for one in biases]
-            bias = bias[0] if len(set(bias)) == 1 else bias
-        else:
-            bias = self.bias is not None
+        bias: bool | list[bool] = [one is not None for _, one in self._pairs()]
+        bias = bias[0] if len(set(bias)) == 1 else bias
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, "
             f"rank={self.rank}, world_size={self.world_size}, sequence_parallel={self.sequence_parallel}"

@@ -10,16 +10,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from overlap_torch._layers.dtensor import local_parts, wrap
+from overlap_torch._layers.dtensor import wrap
 from overlap_torch._layers.meshes import group_mesh, note_mesh
-from overlap_torch._layers.sharding import checked_count, place_in, shard_range
+from overlap_torch._layers.placements import local_parts
+from overlap_torch._layers.sharding import checked_count, shard_range
 from overlap_torch._moe.activation import Gate
 from overlap_torch._moe.checks import check_scaled_sizes
 from overlap_torch._moe.functions import moe
 from overlap_torch._moe.scaled import block_quantized
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.composition import quantized
-from overlap_torch._ops.group import broadcast_integers
+from overlap_torch._ops.group import broadcast_integers, place_of
 
 Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -84,7 +85,7 @@ class MoE(torch.nn.Module):
         self.max_tokens, self.max_rows = max_tokens, max_rows
         self.router, self.shared = router, shared
         self.group = group_name(group)
-        self.world_size, self.rank = place_in(self.group)
+        self.world_size, self.rank = place_of(self.group)
         columns = (2 if self.activation.gated else 1) * intermediate_size
         self._shapes = {
             "gate_up": (num_experts, columns, hidden_size),

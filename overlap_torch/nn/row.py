@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from overlap_torch._layers.dtensor import Placements, is_foreign
-from overlap_torch._layers.sharding import SumGradient, TakePart, check_linear, checked_count
+from overlap_torch._layers.linear import row, row_sequence
+from overlap_torch._layers.sharding import TakePart, check_linear, checked_count
 from overlap_torch._ops import Group
 from overlap_torch.nn.linear import ParallelLinear
 
@@ -108,14 +109,11 @@ class RowParallelLinear(ParallelLinear):
             input = TakePart.apply(
                 input, -1, self.in_features, self.group, self.world_size, self.rank
             )
-        if is_foreign(self._parameters.get("weight")):
-            return self._of_foreign(input, self.weight, self.bias, False, self.out_features)
-        weight, bias = self._local_parameters()
-        if not self.sequence_parallel:
-            return self._maps.row(input, weight, bias, group=self.group, padding=self._paddings[0])
-        bias = None if bias is None else SumGradient.apply(bias, self.group)
-        place = {"group": self.group, "world_size": self.world_size, "rank": self.rank}
-        return self._maps.row_sequence(input, weight, bias, padding=self._paddings[0], **place)
+        pair = self._pair()
+        if is_foreign(pair[0]):
+            return self._of_foreign(input, *pair, False, self.out_features)
+        mapped = row_sequence if self.sequence_parallel else row
+        return mapped(input, self._operands(0, *pair), self._place)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, input_is_parallel={self.input_is_parallel}"

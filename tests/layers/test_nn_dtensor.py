@@ -19,8 +19,9 @@ from checks import Failures
 from layers import fill_with_integers, integer_linear, integers, my_part
 from meshes import mesh
 from operands import difference, rank_device
-from overlap_torch._layers.dtensor import local_parts, wrap
+from overlap_torch._layers.dtensor import wrap
 from overlap_torch._layers.meshes import group_mesh
+from overlap_torch._layers.placements import local_parts
 from overlap_torch._ops import Group
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, full_state_dict
 from parallel_layers import Form, all_outputs, every_kind, integer_linears
