@@ -22,11 +22,10 @@ from overlap_torch._inductor.editing import (
     value,
 )
 from overlap_torch._ops.fakes import DTYPES
+from overlap_torch._ops.scaled import OPERANDS, OUTPUTS
 
 _ops = torch.ops.overlap
 
-_SCALED_OPERANDS = {torch.float8_e4m3fn, torch.float8_e5m2}
-_SCALED_OUTPUTS = {torch.bfloat16, torch.float16, torch.float32}
 _RECIPES = (ScalingType.TensorWise, ScalingType.RowWise)
 _SCALED = ("_scaled_mm", "_scaled_mm_v2")
 # Products that are not GEMMs, and why the ops do not take them.
@@ -109,12 +108,12 @@ def check_dtype(gemm: Gemm) -> None:
                 f"its GEMM is in {name_of(dtype)}: the ops take bf16, fp16, fp32 and fp64"
             )
         return
-    if not _SCALED_OPERANDS.issuperset(operands) or torch.float8_e4m3fn not in operands:
+    if not set(OPERANDS).issuperset(operands) or torch.float8_e4m3fn not in operands:
         raise NotFused(
             f"its GEMM multiplies {' by '.join(map(name_of, operands))}: with scales the ops take float8_e4m3fn and "
             "float8_e5m2, one of them float8_e4m3fn"
         )
-    if dtype not in _SCALED_OUTPUTS:
+    if dtype not in OUTPUTS:
         raise NotFused(
             f"its GEMM's result is in {name_of(dtype)}: with scales the ops give bf16, fp16 and fp32"
         )

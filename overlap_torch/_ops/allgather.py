@@ -25,14 +25,7 @@ _short_scaled_weights = eager.short_path(_op_scaled_weights)
 
 
 @torch.library.register_fake("overlap::allgather_gemm.weights")
-def _fake_weights(
-    input: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Biases,
-    *,
-    dim: int = 0,
-    group: str,
-) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _fake_weights(input, weights, biases, *, dim=0, group):
     dim = fakes.row_dim("allgather_gemm", input, dim)
     fakes.check_number_of_biases("allgather_gemm", weights, biases)
     for weight, bias in zip(weights, biases or [None] * len(weights), strict=True):
@@ -43,14 +36,7 @@ def _fake_weights(
 
 
 @torch.library.register_fake("overlap::allgather_gemm")
-def _fake(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    dim: int = 0,
-    group: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(input, weight, bias=None, *, dim=0, group):
     (output,), gathered = _fake_weights(input, [weight], [bias], dim=dim, group=group)
     return output, gathered
 

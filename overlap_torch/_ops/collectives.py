@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed._functional_collectives
@@ -82,15 +83,9 @@ def start_all_to_all(
     return _collectives.all_to_all_single(whole.contiguous(), recv_rows, send_rows, group)
 
 
-def all_to_all(
-    whole: torch.Tensor,
-    send_rows: Sequence[int],
-    recv_rows: Sequence[int],
-    group: str,
-    what: str = "an all-to-all of rows",
-) -> torch.Tensor:
+def all_to_all(*arguments: Any, **keywords: Any) -> torch.Tensor:
     """As :func:`start_all_to_all`, and waits."""
-    return wait(start_all_to_all(whole, send_rows, recv_rows, group, what))
+    return wait(start_all_to_all(*arguments, **keywords))
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import ScalingType
@@ -13,8 +13,9 @@ from torch.nn.functional import ScalingType
 from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the ops)
 from overlap_torch._ops.group import Group, world_size
 
-_OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
-_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+# The types of scaled operands, of which one is the first, and of their results.
+OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 128
 
 # By the name of the common recipe: the name of each operand's recipe.
@@ -112,39 +113,41 @@ def _fits_weight(recipe: str, shape: Sequence[int], weight: torch.Tensor) -> boo
     return _same(shape, (_blocks(n), _blocks(k)))
 
 
-def _recipe(
-    op: str,
-    input: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    scale_input: torch.Tensor,
-    scale_weights: Sequence[torch.Tensor],
-    recipe_input: int | None,
-    recipe_weight: int | None,
-) -> str:
+class _Scales(NamedTuple):
+    """The scales of one call, and the numbers of the recipes that it names."""
+
+    input: torch.Tensor
+    weights: Sequence[torch.Tensor]
+    recipe_input: int | None
+    recipe_weight: int | None
+
+
+def _recipe(op: str, input: torch.Tensor, weights: Sequence[torch.Tensor], scales: _Scales) -> str:
+    named = scales[2:]
     fitting = [
         name
-        for name, (of_input, of_weight) in RECIPES.items()
-        if recipe_input in (None, of_input.value) and recipe_weight in (None, of_weight.value)
+        for name, kinds in RECIPES.items()
+        if all(one in (None, kind.value) for one, kind in zip(named, kinds, strict=True))
     ]
     torch._check_value(
         len(fitting) > 0,
         lambda: (
-            f"{op}: recipes {recipe_input} and {recipe_weight} (of torch.nn.functional.ScalingType) are none of "
+            f"{op}: recipes {named[0]} and {named[1]} (of torch.nn.functional.ScalingType) are none of "
             "TensorWise for both, RowWise for both, and BlockWise1x128 with BlockWise128x128"
         ),
     )
-    for weight, scale in zip(weights, scale_weights, strict=True):
+    for weight, scale in zip(weights, scales.weights, strict=True):
         fitting = [
             name
             for name in fitting
-            if _fits_input(name, scale_input.shape, input)
+            if _fits_input(name, scales.input.shape, input)
             and _fits_weight(name, scale.shape, weight)
         ]
         torch._check_value(
             len(fitting) == 1,
             lambda weight=weight, scale=scale, fitting=fitting: (
                 f"{op}: input {tuple(input.shape)} and weight {tuple(weight.shape)} have scales of shapes "
-                f"{tuple(scale_input.shape)} and {tuple(scale.shape)}, which fit "
+                f"{tuple(scales.input.shape)} and {tuple(scale.shape)}, which fit "
                 f"{' and '.join(fitting) if fitting else 'no recipe'}; name the recipe if two fit"
             ),
         )
@@ -155,31 +158,28 @@ def _check(
     op: str,
     input: torch.Tensor,
     weights: Sequence[torch.Tensor],
-    scale_input: torch.Tensor,
-    scale_weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
-    recipe_input: int | None,
-    recipe_weight: int | None,
+    scales: _Scales,
     output_dtype: torch.dtype,
 ) -> str:
     """Does the real kernels' checks; returns the recipe."""
     torch._check_value(
-        len(weights) > 0 and len(scale_weights) == len(weights),
+        len(weights) > 0 and len(scales.weights) == len(weights),
         lambda: (
             f"{op}: there must be as many scales as weights, one or more, but there are {len(weights)} weights and "
-            f"{len(scale_weights)} scales"
+            f"{len(scales.weights)} scales"
         ),
     )
     torch._check_type(
-        output_dtype in _OUTPUTS,
+        output_dtype in OUTPUTS,
         lambda: (
             f"{op}: output_dtype is {output_dtype}; supported are bfloat16, float16 and float32"
         ),
     )
     for weight, bias in zip(weights, biases, strict=True):
         torch._check_type(
-            input.dtype in _OPERANDS
-            and weight.dtype in _OPERANDS
+            input.dtype in OPERANDS
+            and weight.dtype in OPERANDS
             and torch.float8_e4m3fn in (input.dtype, weight.dtype)
             and (bias is None or bias.dtype == output_dtype),
             lambda weight=weight, bias=bias: (
@@ -189,47 +189,38 @@ def _check(
             ),
         )
         fakes.check_shapes(op, input, weight, bias)
-    for name, scale in [
-        ("scale_input", scale_input),
-        *(("scale_weight", s) for s in scale_weights),
-    ]:
+    of_weights = (("scale_weight", scale) for scale in scales.weights)
+    for name, scale in (("scale_input", scales.input), *of_weights):
         torch._check_type(
             scale.dtype == torch.float32,
             lambda name=name, scale=scale: f"{op}: {name} is {scale.dtype}; scales are float32",
         )
         fakes.check_device(op, input, name, scale)
-    return _recipe(op, input, weights, scale_input, scale_weights, recipe_input, recipe_weight)
+    return _recipe(op, input, weights, scales)
 
 
 def _checked(
-    op: str,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    scale_input: torch.Tensor,
-    scale_weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    op,
+    input,
+    weight,
+    scale_input,
+    scale_weight,
+    bias=None,
     *,
-    recipe_input: int | None = None,
-    recipe_weight: int | None = None,
-    output_dtype: torch.dtype = torch.bfloat16,
-    invariance: str | None = None,
-    **others: Any,
-) -> Callable[..., torch.Tensor]:
+    recipe_input=None,
+    recipe_weight=None,
+    output_dtype=torch.bfloat16,
+    invariance=None,
+    **others,
+):
     """Checks the operands of one weight; returns a function from the result's leading dims to the fake result."""
     fakes.check_invariance(op, invariance)
-    scales = (scale_input, [scale_weight], [bias], recipe_input, recipe_weight, output_dtype)
-    _check(op, input, [weight], *scales)
+    scales = _Scales(scale_input, [scale_weight], recipe_input, recipe_weight)
+    _check(op, input, [weight], [bias], scales, output_dtype)
     return lambda *leading: input.new_empty((*leading, weight.shape[0]), dtype=output_dtype)
 
 
-def _checked_unscaled(
-    op: str,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    invariance: str | None = None,
-) -> Callable[..., torch.Tensor]:
+def _checked_unscaled(op, input, weight, bias=None, *, invariance=None):
     """As ``_checked``, for operands without scales."""
     fakes.check_operands(op, input, weight, bias)
     fakes.check_invariance(op, invariance)
@@ -274,8 +265,8 @@ def _fake_allgather_weights(
     fakes.row_dim(op, input)
     fakes.check_number_of_biases(op, weights, biases)
     biases = list(biases) or [None] * len(weights)
-    scales = (scale_input, scale_weights, biases, recipe_input, recipe_weight, output_dtype)
-    recipe = _check(op, input, weights, *scales)
+    scales = _Scales(scale_input, scale_weights, recipe_input, recipe_weight)
+    recipe = _check(op, input, weights, biases, scales, output_dtype)
     torch._check_value(
         recipe == "tensor" or not shared_scale_input,
         lambda: f"{op}: shared_scale_input is for TensorWise scales",

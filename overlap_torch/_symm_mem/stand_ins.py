@@ -12,9 +12,7 @@ from torch.nn.functional import ScalingType
 from overlap_torch._ops import allgather_gemm, gemm_reducescatter
 from overlap_torch._ops.fakes import DTYPES
 from overlap_torch._ops.group import group_rank, world_size
-
-_SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)  # that the ops take, with scales
-_SCALED_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+from overlap_torch._ops.scaled import OPERANDS, OUTPUTS
 
 Scales = Sequence[torch.Tensor | None]
 
@@ -191,7 +189,7 @@ def _scaled_operands_refused(
         Bs, B_scales, result_scales, out_dtypes, strict=True
     ):
         pair = (A.dtype, B.dtype)
-        if not set(pair) <= set(_SCALED) or torch.float8_e4m3fn not in pair:
+        if not set(pair) <= set(OPERANDS) or torch.float8_e4m3fn not in pair:
             return f"the dtypes are {A.dtype} and {B.dtype}"
         if B.device != A.device:
             return "the operands' devices differ"
@@ -199,7 +197,7 @@ def _scaled_operands_refused(
             return f"B_scale has the shape {(*B_scale.shape,)}"
         if B_scale.dtype != torch.float32:
             return f"B_scale is {B_scale.dtype}"
-        if out_dtype not in _SCALED_OUTPUTS:
+        if out_dtype not in OUTPUTS:
             return f"the result is {out_dtype or A.dtype}"
         if result_scale is not None:
             return "the result has a scale"
