@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,7 +91,7 @@ def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> FusedGa
     scales: dict[Gemm, _ScaleGather] = {}
     readers = [reader for reader in walk.readers if _is_ready(walk, gather, reader, depend, scales)]
     if not readers:
-        refused = [*walk.refused, *_unfollowed(walk, shard)]
+        refused = [*walk.refused, *unfollowed(walk, _is_given(shard))]
         if refused:
             raise next((error for error in refused if error.missed), refused[0])
         for node in walk.others:
@@ -134,16 +134,6 @@ def _kind(reader: Reader, scales: dict[Gemm, _ScaleGather]) -> tuple[object, ...
     found = scales.get(gemm)
     scale = gemm.scales.left if found is None else found.shard
     return (*kind, scale, *scaled_keywords(gemm).values())
-
-
-def _unfollowed(walk: Walk, shard: Node) -> Iterator[NotFused]:
-    """Why GEMMs are not fused if no op can read the gathered tensor as they do."""
-    for gemm, first, on_the_right in unfollowed(walk):
-        weight = on_the_right and _is_given(shard)
-        yield NotFused(
-            f"its GEMM, {describe(gemm)}, reads it through {describe(first)}, which the pass does not follow",
-            missed=not weight,
-        )
 
 
 def _has_gemm(collective: Node) -> bool:

@@ -16,6 +16,7 @@ from overlap_torch._inductor.editing import (
     after_recat,
     arguments,
     aten,
+    describe,
     is_identity,
     is_recast,
     is_view,
@@ -129,9 +130,11 @@ def _recat_behind(split: Node) -> Recat | None:
     return recat if recat is not None and recat.inner[0] is split else None
 
 
-def unfollowed(walk: Walk) -> Iterator[tuple[Node, Node, bool]]:
-    """Products that read the gathered tensor through nodes that only move data, but in ways that no op takes. For each one: the
-    product, the first such node, and whether the product reads it as the second operand."""
+def unfollowed(walk: Walk, is_given: bool) -> Iterator[NotFused]:
+    """Why products are not fused that read the gathered tensor through nodes that only move data, but in ways that no op takes.
+
+    ``is_given``: what is gathered is an input of the graph. As a second operand it is a weight, and no product is missed.
+    """
     for first in walk.others:
         waiting, seen = [first] if only_moves(first) else [], {first}
         while waiting:
@@ -143,7 +146,10 @@ def unfollowed(walk: Walk) -> Iterator[tuple[Node, Node, bool]]:
                 gemm = gemm_of(user)
                 operands = user.args[:2] if gemm is None else (gemm.left, gemm.right)
                 if (gemm is not None or other_product(user) is not None) and node in operands:
-                    yield user, first, node is operands[1]
+                    yield NotFused(
+                        f"its GEMM, {describe(user)}, reads it through {describe(first)}, which the pass does not follow",
+                        missed=not (is_given and node is operands[1]),
+                    )
                 elif only_moves(user):
                     waiting.append(user)
 
