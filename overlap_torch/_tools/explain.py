@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 from overlap_torch import _plan
 from overlap_torch._plan import Op, Problem
 from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
@@ -99,8 +101,6 @@ def _complete(args: argparse.Namespace) -> None:
 
 def run_rank(args: argparse.Namespace) -> None:
     """Does the work of each rank where the machine is measured: the first one shows the plan."""
-    import torch.distributed as dist
-
     args.machine = library.machine(current_device())
     if dist.get_rank() == 0:
         _show(args)

@@ -6,9 +6,11 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+import torch
 
 from overlap_torch import _plan
+from overlap_torch._ops import Group, group_name
 from overlap_torch._plan import (
     DType,
     Invariance,
@@ -25,12 +27,7 @@ from overlap_torch._plan import (
 )
 from overlap_torch.plan._names import enum_member, enum_name
 
-if TYPE_CHECKING:
-    import torch
-
-    from overlap_torch._ops import Group
-
-    Device = str | torch.device | None
+Device = str | torch.device | None
 
 
 def plan_for(
@@ -67,8 +64,6 @@ def plan_of(problem: Problem, device: Device, group: Group) -> Plan:
 
 
 def _plan_of(problem: Problem, device: Device, group: Group, invariance: str | None) -> Plan:
-    import torch
-
     code = torch.ops.overlap.plan_for(
         enum_name(problem.op),
         problem.m,
@@ -76,7 +71,7 @@ def _plan_of(problem: Problem, device: Device, group: Group, invariance: str | N
         problem.k,
         getattr(torch, enum_name(problem.dtype)),
         device_of(device),
-        _group_name(group),
+        group_name(group),
         enum_name(problem.recipe),
         getattr(torch, enum_name(problem.output_dtype)),
         problem.fast_accum,
@@ -91,20 +86,16 @@ def set_plan(plan: Plan, *, device: Device = None, group: Group = None) -> None:
     ``device`` None means the CPU for a plan over gloo, else the current CUDA device. Raises ValueError if ``validate``
     refuses the plan on a device with this number of SMs, or if a program needs more memory than the device has.
     """
-    import torch
-
     if not isinstance(plan, Plan):
         raise TypeError(f"set_plan takes a plan.types.Plan, but it is a {type(plan).__name__}")
     where = device_of(device, plan)
     check_on(where, plan)
-    torch.ops.overlap.set_plan(encode(plan), where, _group_name(group))
+    torch.ops.overlap.set_plan(encode(plan), where, group_name(group))
 
 
 def clear_plans(group: Group = None) -> None:
     """Forgets the plans set for the group, so that the planner's plans run again. Every rank has to call it."""
-    import torch
-
-    torch.ops.overlap.clear_plans(_group_name(group))
+    torch.ops.overlap.clear_plans(group_name(group))
 
 
 @contextmanager
@@ -125,9 +116,7 @@ def machine(device: Device = None, group: Group = None) -> Machine:
     The first call for a group measures its link, so every rank of the group has to make it.
     ``device`` None means the current CUDA device, or the CPU if there is none.
     """
-    import torch
-
-    where = (device_of(device), _group_name(group))
+    where = (device_of(device), group_name(group))
     result = parse_machine(torch.ops.overlap.machine(*where))
     result.profile = Profile.parse(*torch.ops.overlap.machine_profile(*where))
     return result
@@ -143,8 +132,6 @@ def parse_machine(text: str) -> Machine:
 
 
 def device_of(device: Device, plan: Plan | None = None) -> torch.device:
-    import torch
-
     if device is not None:
         device = torch.device(device)
     elif plan is not None and plan.chunks:
@@ -159,8 +146,6 @@ def device_of(device: Device, plan: Plan | None = None) -> torch.device:
 def check_on(device: torch.device, plan: Plan) -> None:
     """Raises ValueError if the plan cannot run there: `validate` refuses it with this number of SMs, or a program needs
     more memory than the device has."""
-    import torch
-
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     machine = _plan.usual_machine(plan)
     if gpu is not None and machine.arch > 0:
@@ -179,9 +164,3 @@ def check_on(device: torch.device, plan: Plan) -> None:
                 f"program needs {held} bytes on rank {rank} beside operands and results, the device has {total_bytes}: take fewer "
                 "rows of scratch, or reuse them, and smaller areas, because added data first arrives in memory of the call"
             )
-
-
-def _group_name(group: Group) -> str:
-    from overlap_torch._ops import group_name
-
-    return group_name(group)

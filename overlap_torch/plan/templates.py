@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from overlap_torch import _plan
 from overlap_torch._kernels import occupancy
 from overlap_torch._plan import (
@@ -211,8 +213,6 @@ def smem_pad_bytes(
             )
         kernel = occupancy.MMA_SYNC_BYTES
     if sm_bytes is None:
-        import torch
-
         sm_bytes = torch.cuda.get_device_properties("cuda").shared_memory_per_multiprocessor
     return occupancy.smem_pad_bytes(kernel, ctas_per_sm, sm_bytes)
 
@@ -267,8 +267,6 @@ def _transport(
     """The given transport, else the most likely transport for the plan's device."""
     if transport is not None:
         return enum_member(Transport, transport)
-    import torch
-
     plain = kernel == Kernel.LIBRARY and max_ctas == 0
     plain &= resources == Resources(lanes=resources.lanes)
     return Transport.GLOO if plain and not torch.cuda.is_available() else Transport.NCCL
