@@ -111,10 +111,8 @@ def _operands(
     if options.scales is None:
         return verify.normal_operands(shape.m, shape.n, shape.k, dtype, device, seed)
     types = (torch.bfloat16, device, seed)
-    input, weight = verify.normal_operands(shape.m, shape.n, shape.k, *types)
-    x, x_scale = scaled.scaled(input, dtype, options.scales, 1)
-    w, w_scale = scaled.scaled(weight, torch.float8_e4m3fn, options.scales, 1)
-    return x, w, x_scale, w_scale
+    operands = verify.normal_operands(shape.m, shape.n, shape.k, *types)
+    return scaled.Scaling(options.scales, True).cast(*operands, dtype)
 
 
 def _library(
@@ -144,9 +142,7 @@ def exact(plan: Plan, dtype: torch.dtype, device: torch.device, scales: str | No
     as_bf16 = dtype if scales is None else torch.bfloat16
     operands = verify.integer_operands(problem.m, problem.n, problem.k, as_bf16, device, 1)
     if scales is not None:
-        rows = (problem.m, problem.n) if scales == "row" else (1, 1)
-        ones = [torch.ones(count, 1, device=device) for count in rows]
-        operands = (operands[0].to(dtype), operands[1].to(torch.float8_e4m3fn), *ones)
+        operands = scaled.Scaling(scales, True).ones(*operands, dtype)
     buffer = _signalling(plan_api.files.encode(plan), *operands)
     equal = torch.equal(output_of(plan, buffer), _library(*operands))
     return measure.on_all_ranks([equal], device)[0]

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,10 +93,7 @@ class Writer:
     def __init__(self, options: Options, writes: bool) -> None:
         self._options = options
         self._writes = writes
-        self._rows: list[tables.Row] = []
-        self._best: list[tables.Row] = []
-        self._gemms: list[tables.Row] = []
-        self._losses: list[tables.Row] = []
+        self._kept: defaultdict[str, list[tables.Row]] = defaultdict(list)  # by kind, for tables
         self._title = ""
         self._file: TextIO | None = None
         if writes and options.json_path:
@@ -157,7 +155,7 @@ class Writer:
                 "bound_speedup": round(times.sequence.median / bounds.us, 4),
             }
         row["checked"] = checked
-        self._keep(self._rows, row, subject, plan)
+        self._keep(row, subject, plan)
         note = "" if checked is not False else "  WRONG RESULT"
         text = f"{times.speedup:.3f}x  {times.op.median:.1f} us"
         self._progress(subject, f"{mode}: {text}  {short(plan) if plan else ''}{note}")
@@ -182,14 +180,14 @@ class Writer:
             "ratio": round(ratio, 4),
             "checked": checked,
         }
-        self._keep(self._gemms, row, subject, plan)
+        self._keep(row, subject, plan)
         note = "" if checked is not False else "  WRONG RESULT"
         self._progress(subject, f"{mode}: {ratio:.3f} of cuBLAS's time  {short(plan)}{note}")
 
     def losses(self, subject: Subject, lost: Losses, plan: plans.Plan) -> None:
         """Where the time of an op's calls went."""
         row = self._row("timeline", subject, "call") | lost.as_dict()
-        self._keep(self._losses, row | {"op_us": round(lost.op_us, 2)}, subject, plan)
+        self._keep(row | {"op_us": round(lost.op_us, 2)}, subject, plan)
 
     def wrong_plan(self, subject: Subject, plan: plans.Plan) -> None:
         """A plan of a sweep whose result differs from the sequence's; it is not timed."""
@@ -199,26 +197,26 @@ class Writer:
     def best(self, subject: Subject, mode: str, speedup: float, plan: plans.Plan) -> None:
         """The fastest plan of a sweep for one subject in one mode."""
         row = self._row("best", subject, mode) | {"speedup": round(speedup, 4)}
-        self._keep(self._best, row, subject, plan)
+        self._keep(row, subject, plan)
 
     @property
     def measured(self) -> bool:
         """True if there are any results yet; the same on every rank."""
-        return bool(self._rows or self._gemms)
+        return any(self._kept[kind] for kind in ("measurement", "sweep", "gemm"))
 
     def finish(self) -> None:
         """Prints the tables, draws the plot."""
         if not self._writes:
             return
-        compared = self._best if self._options.sweep else self._rows
+        compared = self._kept["best" if self._options.sweep else "measurement"]
         for op in dict.fromkeys(row["op"] for row in compared):
             rows = [row for row in compared if row["op"] == op]
             lines = tables.best_plans(rows) if self._options.sweep else tables.measurements(rows)
             print(f"\n### {op}\n\n{lines}\n\n{tables.means(rows)}", flush=True)
-            if lost := [row for row in self._losses if row["op"] == op]:
+            if lost := [row for row in self._kept["timeline"] if row["op"] == op]:
                 print(f"\n{tables.losses(lost)}", flush=True)
-        if self._gemms:
-            print(f"\n### gemm\n\n{tables.gemms(self._gemms)}", flush=True)
+        if gemms := self._kept["gemm"]:
+            print(f"\n### gemm\n\n{tables.gemms(gemms)}", flush=True)
         if self._options.plot_path and compared:
             plot.draw(compared, self._title, self._options.plot_path)
         if self._file not in (None, sys.stdout):
@@ -236,14 +234,13 @@ class Writer:
             "fast_accum": self._options.fast_accum,
         }
 
-    def _keep(
-        self, rows: list[tables.Row], row: tables.Row, subject: Subject, plan: plans.Plan | None
-    ) -> None:
+    def _keep(self, row: tables.Row, subject: Subject, plan: plans.Plan | None) -> None:
         """Writes the row with its plan, and keeps it for a table."""
         if plan is not None:
             row = row | {"plan": to_dict(plan)}
         self._emit(row)
-        rows.append(row | {"label": subject.label} | ({"summary": short(plan)} if plan else {}))
+        shown = {"label": subject.label} | ({"summary": short(plan)} if plan else {})
+        self._kept[row["kind"]].append(row | shown)
 
     def _progress(self, subject: Subject, text: str) -> None:
         if self._writes:
