@@ -81,9 +81,9 @@ def _fuse_reduction(node: Node, row: FusionRow, settings: Settings) -> None:
         return
     results = [user for user in node.users if user.target is WAIT]
     try:
-        fused = fuse_reduction(node, row["group"], row["world_size"])
-        row["op"], row["gemms"], row["note"] = fused.op, fused.gemms, fused.note
-        results = [fused.output]
+        output, of_op = fuse_reduction(node, row["group"], row["world_size"])
+        row.update(of_op)
+        results = [output]
     except NotFused as error:
         row["why"], row["missed"] = error.why, error.missed
     op = fuse_norm(results[0]) if len(results) == 1 else None
@@ -100,16 +100,16 @@ def _fuse_gathers(
     rows = [rows_of[node] for node in nodes]
     try:
         _check_group(rows[0], settings)
-        fused = fuse_gather(nodes, rows[0]["group"], rows[0]["world_size"])
+        gemms, scale_gathers = fuse_gather(nodes, rows[0]["group"], rows[0]["world_size"])
     except NotFused as error:
         for row in rows:
             row["why"], row["missed"] = error.why, error.missed
         return
-    op = "allgather_gemm" if fused.gemms == 1 else "allgather_gemm.weights"
+    op = "allgather_gemm" if gemms == 1 else "allgather_gemm.weights"
     shared = f"{len(rows)} gathers of one tensor share the op" if len(rows) > 1 else ""
-    scales = [rows_of[node] for node in fused.scale_gathers]
+    scales = [rows_of[node] for node in scale_gathers]
     for row in rows + scales:
-        row["op"], row["gemms"], row["note"] = op, fused.gemms, shared
+        row["op"], row["gemms"], row["note"] = op, gemms, shared
         row["why"], row["missed"] = "", False
     for row in scales:
         row["note"] = f"the scales of the gather {rows[0]['node']}, by the same op"

@@ -66,16 +66,11 @@ class _ScaleGather:
     walk: Walk
 
 
-@dataclass(frozen=True)
-class FusedGather:
-    """The outcome for all-gathers of one shard: the op's number of GEMMs, and the gathers of scales that it also replaces."""
-
-    gemms: int
-    scale_gathers: Sequence[Node]
-
-
-def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> FusedGather:
+def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> tuple[int, Sequence[Node]]:
     """Replaces all-gathers of one shard, and the GEMMs that read them, by one op.
+
+    Returns:
+        The op's number of GEMMs, and the gathers of scales that it also replaces.
 
     Raises:
         NotFused: there is no such op, and the graph is as it was.
@@ -122,7 +117,7 @@ def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> FusedGa
         node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user not in own)
     own = own.union(*(reader.replayed for reader in readers))
     erase_unused(node for node in reversed(gathers[0].graph.nodes) if node in own)
-    return FusedGather(len(readers), [] if of_scales is None else of_scales.gathers)
+    return len(readers), [] if of_scales is None else of_scales.gathers
 
 
 def _kind(reader: Reader, scales: dict[Gemm, _ScaleGather]) -> tuple[object, ...]:

@@ -72,16 +72,6 @@ class _Sum:
 
 
 @dataclass(frozen=True)
-class Fused:
-    """The outcome for a collective."""
-
-    op: str
-    gemms: int
-    output: Node  # has the collective's result
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class _Reduction:
     """A collective, and its result's layout."""
 
@@ -98,8 +88,13 @@ class _Reduction:
         return self.node.target is c10d.reduce_scatter_tensor.default
 
 
-def fuse_reduction(collective: Node, group: str, world_size: int) -> Fused:
+def fuse_reduction(
+    collective: Node, group: str, world_size: int
+) -> tuple[Node, dict[str, str | int]]:
     """Replaces an all-reduce or reduce-scatter, and the GEMMs before it, by one op.
+
+    Returns:
+        The node that has the collective's result, and what the collective's row says of the op.
 
     Raises:
         NotFused: there is no such op, and the graph is as it was.
@@ -128,7 +123,7 @@ def fuse_reduction(collective: Node, group: str, world_size: int) -> Fused:
         erase_unused([bias_add.node])
     erase_unused([*waits, collective, *found.inner])
     op = "gemm_reducescatter" if reduction.scatters else "gemm_allreduce"
-    return Fused(op, len(found.products), output, note)
+    return output, {"op": op, "gemms": len(found.products), "note": note}
 
 
 def _check(reduction: _Reduction, products: Sequence[_Product]) -> None:
