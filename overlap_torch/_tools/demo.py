@@ -52,15 +52,6 @@ class _Demo:
         return Problem(m, self.n, self.k, self.dtype, world_size, self.op)
 
 
-@dataclass(frozen=True)
-class _Times:
-    """Microseconds, medians of the slowest rank."""
-
-    sequence: float
-    op: float
-    gemm: float  # the sequence's GEMM, alone
-
-
 def _demo_for(ranks: Ranks, args: argparse.Namespace) -> _Demo:
     if ranks.device_type == "cpu":
         sizes, dtype = (2048, 2048, 512), torch.float32
@@ -136,9 +127,9 @@ def run_rank(demo: _Demo) -> None:
         traced = _trace(lambda: op(0))
     check()
     if first:
-        median = _Times(*(time.median for time in times))
-        _report(demo, device, median)
-        _draw(demo, traced, median)
+        sequence_us, op_us, gemm_us = (time.median for time in times)
+        _report(demo, device, sequence_us, op_us)
+        _draw(demo, traced, _sequence_bars(demo, sequence_us, gemm_us))
         if not exact:
             print("the check FAILED", file=sys.stderr, flush=True)
     if not exact:
@@ -180,16 +171,16 @@ def _describe(demo: _Demo, device: torch.device, plan: Plan, why: str) -> None:
     print(f"plan      {why}\n          {plan}", flush=True)
 
 
-def _report(demo: _Demo, device: torch.device, times: _Times) -> None:
+def _report(demo: _Demo, device: torch.device, sequence_us: float, op_us: float) -> None:
     parts = [
         f"{'a' if _COLLECTIVES[demo.op][0] == 'r' else 'an'} {_COLLECTIVES[demo.op]}",
         "a GEMM",
     ]
     parts = parts if demo.op == "allgather_gemm" else parts[::-1]
-    print(f"sequence  {times.sequence:10.1f} us   {', then '.join(parts)}")
-    print(f"op        {times.op:10.1f} us   medians of {_REPEATS}, of the slowest rank")
+    print(f"sequence  {sequence_us:10.1f} us   {', then '.join(parts)}")
+    print(f"op        {op_us:10.1f} us   medians of {_REPEATS}, of the slowest rank")
     if device.type == "cuda":
-        print(f"speed-up  {times.sequence / times.op:10.2f}x")
+        print(f"speed-up  {sequence_us / op_us:10.2f}x")
         return
     print(
         "          A CPU shows that results are right, not what overlap gains: gloo moves bytes with the cores that compute."
@@ -197,11 +188,11 @@ def _report(demo: _Demo, device: torch.device, times: _Times) -> None:
     if demo.op == "gemm_alltoall":
         return
     shown = Problem(8192, 8192, 7168, "bfloat16", 2, demo.op)
-    sequence_us = _plan.predict(_plan.make_sequential(shown, H200), H200).total_us
-    op_us = _plan.predict(_plan.make_plan(shown, H200), H200).total_us
+    apart_us = _plan.predict(_plan.make_sequential(shown, H200), H200).total_us
+    beside_us = _plan.predict(_plan.make_plan(shown, H200), H200).total_us
     print(
-        f"          What it is for: on two H200s the model expects of 8192 x 8192 x 7168, bfloat16, {sequence_us:.0f} us one "
-        f"after\n          the other, and {op_us:.0f} us by the op: {sequence_us / op_us:.2f}x."
+        f"          What it is for: on two H200s the model expects of 8192 x 8192 x 7168, bfloat16, {apart_us:.0f} us one "
+        f"after\n          the other, and {beside_us:.0f} us by the op: {apart_us / beside_us:.2f}x."
     )
 
 
@@ -218,22 +209,18 @@ def _trace(call: Callable[[], None]) -> dict[int, list[timeline.Call]]:
     return {other: pickle.loads(store.get(f"overlap_torch/demo/{other}")) for other in others}
 
 
-def _sequence_bars(demo: _Demo, times: _Times) -> list[Bar]:
+def _sequence_bars(demo: _Demo, sequence_us: float, gemm_us: float) -> list[Bar]:
     """The bars of the sequence as it was timed: the GEMM's time alone, and the rest for the collective."""
-    collective, rest = _COLLECTIVES[demo.op], times.sequence - min(times.gemm, times.sequence)
+    computed = min(gemm_us, sequence_us)
     if demo.op == "allgather_gemm":
-        return [
-            Bar(0.0, rest, timeline.CHUNKS[0], collective),
-            Bar(rest, times.sequence, GEMM, "GEMM"),
-        ]
-    computed = times.sequence - rest
-    return [
-        Bar(0.0, computed, GEMM, "GEMM"),
-        Bar(computed, times.sequence, timeline.CHUNKS[0], collective),
-    ]
+        middle = sequence_us - computed
+        looks = [(timeline.CHUNKS[0], _COLLECTIVES[demo.op]), (GEMM, "GEMM")]
+    else:
+        middle, looks = computed, [(GEMM, "GEMM"), (timeline.CHUNKS[0], _COLLECTIVES[demo.op])]
+    return [Bar(0.0, middle, *looks[0]), Bar(middle, sequence_us, *looks[1])]
 
 
-def _draw(demo: _Demo, traced: dict[int, list[timeline.Call]], times: _Times) -> None:
+def _draw(demo: _Demo, traced: dict[int, list[timeline.Call]], sequence: list[Bar]) -> None:
     last_calls = {f"rank {rank}": calls[-1:] for rank, calls in traced.items() if calls}
     for rank, (call,) in last_calls.items():
         print(
@@ -249,8 +236,8 @@ def _draw(demo: _Demo, traced: dict[int, list[timeline.Call]], times: _Times) ->
     print(f"wrote     {trace_path} (open it in ui.perfetto.dev)")
     title = f"{demo.op} {demo.m} x {demo.n} x {demo.k}, {len(traced)} ranks, {dist.get_backend()}"
     try:
-        sequence = {"one after the other": _sequence_bars(demo, times)}
-        timeline.write_picture(last_calls, picture_path, title, before=sequence)
+        before = {"one after the other": sequence}
+        timeline.write_picture(last_calls, picture_path, title, before)
         print(f"wrote     {picture_path} (above one after the other, below the op)")
     except ImportError as error:
         print(f"no picture: {error}", file=sys.stderr)
