@@ -14,6 +14,12 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Memory of each other that the ranks cannot have; all of them know.
+class PeerMemoryError : public Error {
+ public:
+  using Error::Error;
+};
+
 inline void check_cuda(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
   throw Error(std::string("overlap_torch: ") + what + " failed: " + cudaGetErrorName(result) +

@@ -1,5 +1,6 @@
 #include "runtime/peers.h"
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <thread>
@@ -104,7 +105,7 @@ void Peers::reserve(int64_t slot_bytes) {
   std::string why;
   auto larger = PeerMemory::make(all_gather_, clique_, 2 * rounded, stream_, &why);
   if (larger == nullptr) {
-    throw Error(
+    throw PeerMemoryError(
         "overlap_torch: the ranks cannot map " + std::to_string(2 * rounded) +
         " bytes of each other's memory: " + why +
         ". Free some (torch.cuda.empty_cache() gives back what PyTorch keeps), or set plans "
@@ -122,13 +123,22 @@ void Peers::reserve_stripes(int64_t part_bytes) {
   std::string why;
   auto memory = StripedMemory::make(all_gather_, rank_, world_size_, part_bytes, &why);
   if (memory == nullptr) {
-    throw Error(
+    least_refused_ = std::min(least_refused_, part_bytes);
+    throw PeerMemoryError(
         "overlap_torch: the ranks cannot have a matrix whose parts lie in each other's memory, "
         "of " +
         std::to_string(part_bytes) + " bytes each: " + why +
         ". Set plans with the collective direct, or the transport nccl.");
   }
   stripes_[part_bytes] = std::move(memory);
+}
+
+bool Peers::may_have_stripes(int64_t part_bytes) const {
+  if (has_stripes(part_bytes)) return true;
+  constexpr int64_t kMost = int64_t{1} << 31;
+  int64_t parts = part_bytes;
+  for (const auto& [bytes, memory] : stripes_) parts += bytes;
+  return part_bytes < least_refused_ && parts * world_size_ * StripedMemory::kTurns <= kMost;
 }
 
 uint64_t* Peers::flag(int slot, Flag flag, int owner, int writer) const {

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -51,7 +52,9 @@ class Peers {
   // The same of a product in stripes, whose parts are exactly so large. Each size has memory of its own, which is kept.
   void reserve_stripes(int64_t part_bytes);
   bool has_stripes(int64_t part_bytes) const { return stripes_.contains(part_bytes); }
-  size_t stripe_sizes() const { return stripes_.size(); }
+  // True if a plan that nobody asked for may have such stripes: parts so large were not refused, and all stripes together, on
+  // every rank the same, stay below 2 GiB.
+  bool may_have_stripes(int64_t part_bytes) const;
   const StripedMemory& stripes(int64_t part_bytes) const { return *stripes_.at(part_bytes); }
 
   // One call's slot. Every rank makes the same calls, and captures the same, in the same order.
@@ -133,7 +136,8 @@ class Peers {
   std::unique_ptr<PeerMemory> slots_;
   std::vector<std::unique_ptr<PeerMemory>> outgrown_;
   int64_t slot_bytes_ = 0;
-  std::map<int64_t, std::unique_ptr<StripedMemory>> stripes_;  // by the bytes of a part
+  std::map<int64_t, std::unique_ptr<StripedMemory>> stripes_;    // by the bytes of a part
+  int64_t least_refused_ = std::numeric_limits<int64_t>::max();  // of a part
   uint64_t calls_ = 0;
   bool last_hears_all_ = false;
   std::optional<unsigned long long> last_capture_;

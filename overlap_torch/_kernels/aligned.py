@@ -76,7 +76,7 @@ class Aligned:
         if job is None:
             return self._kernel[grid](*args, **kwargs)
         self._check_operands(job, args, kwargs)
-        if not job._prepared.signals:
+        if not job._prepared.signals or (job._prepared.stores and job._debug is None):
             return self._kernel[grid](*args, **kwargs)
         values = [one if type(one) in _PLAIN else _key(one) for one in (*args, *kwargs.values())]
         given = None if callable(grid) else tuple(grid)

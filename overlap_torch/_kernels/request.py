@@ -47,6 +47,8 @@ class Prepared:
         self.device, self.resources = device, request.resources
         self.signals = request.signals
         self.on_gpu = device.type == "cuda"
+        # Nothing waits for signals. On CPU they are counted all the same.
+        self.stores = self.on_gpu and plan.collective == Collective.STRIPES
         self.chunks = job.tile_chunks()
         self.columns = job.tile_columns()
         order = tile_orders.by_chunks(request.tile_order, self.chunks, self.columns)
@@ -102,7 +104,7 @@ class Request:
             us = _time_of(self.kernel_us, self.device, self.group)
         prepared = self._with(self._planned(us), pieces)
         stores = prepared.plan.collective == Collective.STRIPES
-        if stores and self.signals and prepared.job.reserve():
+        if stores and self.signals and not has_memory(prepared.job):
             prepared = self._with(self._planned(us, stripes=False), pieces)
         return prepared
 
@@ -149,6 +151,11 @@ class Request:
         rows = -(-(problem.m // problem.row_parts) // tile[0])
         chunks = 1 if alone else min(self.chunks or _DEFAULT_CHUNKS, rows)
         return row_panels(problem, chunks, tile=tile, comm_sms=comm_sms, **how)
+
+
+def has_memory(job) -> bool:
+    """Makes the memory of the ranks that a planned job's kernel stores into; False if they cannot have it."""
+    return job.reserve()
 
 
 def check_plan(

@@ -237,6 +237,7 @@ def scales_of(
         )
     by_blocks = []
     for name, scale, weight in zip(names, given, weights, strict=True):
+        refuse_tangents("moe", scale)
         own, rows, columns = weight.shape
         blocks = (own, -(-rows // 128), -(-columns // 128))
         if tuple(scale.shape) not in ((own, rows), (own, rows, 1), blocks):

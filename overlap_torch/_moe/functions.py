@@ -204,6 +204,7 @@ def moe(
     **fp8 by blocks**, as checkpoints of DeepSeek-V3 and Qwen3 have it: a scale for each block of 128 rows and 128 columns of a
     weight, and one for each 128 numbers of a token and of hidden. A sum over 128 numbers is multiplied by both scales, and these
     sums are added in float32. On Hopper this package's grouped GEMM takes them if I is a multiple of 64, or ``gate_up`` is a pair.
+    All ranks give scales of rows, or all of blocks, also a rank without experts.
 
     Args:
         x, topk_ids, group: as :func:`moe_dispatch`.

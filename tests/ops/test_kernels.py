@@ -6,6 +6,7 @@ import math
 import re
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from kernels import (
 from machines import cpu, hopper
 from operands import rank_device
 from overlap_torch import _plan, plan
+from overlap_torch._kernels import request as requests
 from overlap_torch._kernels import tile_orders
 from overlap_torch.plan import Machine, Problem
 from overlap_torch.plan.types import Op
@@ -386,16 +388,48 @@ def test_kernels_chunks_follow_the_kernels_time():
         (False, 8192, {"stripes": False}),
         (False, 8192, {"machine": hopper(sm_gflops=5e3, windows=True)}),  # maps no memory
         (False, 8192, {"chunks": 1}),
+        (False, 8192, {"dtype": torch.float64}),  # no kernel adds it up
         (False, 128, {}),  # parts of 1 MiB
     ],
 )
 def test_kernels_stores_travel_into_mapped_memory(op, stores, m, arguments):
     n = 8192
     usual = {"machine": fast_link(), "tile": (128, 256), "kernel_us": 420.0}
-    made = _plan.make_kernel_plan(Problem(m, n, n, torch.bfloat16, 2, op), **usual | arguments)
+    given = usual | {name: value for name, value in arguments.items() if name != "dtype"}
+    problem = Problem(m, n, n, arguments.get("dtype", torch.bfloat16), 2, op)
+    made = _plan.make_kernel_plan(problem, **given)
     plan.validate(made)
     reduces = op != Op.ALLGATHER_GEMM
     assert (made.collective == plan.types.Collective.STRIPES) == (stores and reduces)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_are_planned_without_memory_for_their_stores(failures: Failures) -> None:
+    """If the ranks cannot have it, the planner is asked again, and the kernel's result is the same."""
+    asked = []
+
+    def planned(problem, here, tile, us, comm_sms, chunks, stripes):
+        asked.append(stripes)
+        how = {"collective": "stripes"} if stripes else {}
+        return plan.templates.row_panels(problem, 1, tile=tile, transport="gloo", **how)
+
+    for has_memory in (True, False):
+        asked.clear()
+        # A time of its own makes the request a new one.
+        request = {"tile": (16, 8), "kernel_us": 5.0 + has_memory}
+        with (
+            mock.patch.object(requests, "make_kernel_plan", planned),
+            mock.patch.object(requests, "has_memory", lambda job, found=has_memory: found),
+        ):
+            job = overlap_torch.produce("all_reduce", (64, 8), torch.float32, **request)
+        failures.equal(asked, [True] if has_memory else [True, False], has_memory)
+        collective = plan.types.Collective
+        taken = collective.STRIPES if has_memory else collective.ALL_REDUCE
+        failures.equal(job.plan.collective, taken, has_memory)
+        with job:
+            job.output.fill_(1.0)
+            job.counters[0] += job.tiles
+        failures.expect_equal(job.result(), torch.full((64, 8), 2.0), has_memory)
 
 
 @pytest.mark.parametrize("op", OVERLAPPING_OPS)

@@ -3,6 +3,7 @@
 import functools
 import random
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from checks import Failures
 from kernels import expect
 from operands import rank_device
 from overlap_torch import plan
+from overlap_torch._kernels import job as job_module
 from overlap_torch.plan import Problem
-from overlap_torch.plan.types import Kernel, Op
+from overlap_torch.plan.types import Collective, Kernel, Op
 from peer_races import come_late, so_many_calls
 from plans import peers_work
 from tests.ops.test_kernels import TILE, check_reductions
@@ -348,6 +350,32 @@ def test_kernels_on_gpus_are_planned_by_their_time(failures: Failures) -> None:
         expect(failures, f"{chunks} chunks", job.result(), kernels.reduced(m, n, k, seed))
         made = len(job.plan.chunks)
         failures.equal(made, chunks or made, f"{chunks} chunks")
+    overlap_torch.check()
+
+
+@TWO
+@pytest.mark.peers
+def test_kernels_on_gpus_store_into_the_ranks_memory(failures: Failures) -> None:
+    """Stores that the planner lets travel, of a kernel that signals: plain calls, graphs, and tiles that are compared."""
+    m, n, k = 4096, 1024, 256
+    for collective in ("all_reduce", "reduce_scatter"):
+        a, b = kernels.operands(m, n, k, seed=0, dtype=torch.bfloat16)
+
+        def call(collective: str = collective, a=a, b=b) -> torch.Tensor:
+            request = {"tile": TILE, "kernel_us": 100.0}
+            with overlap_torch.produce(collective, (m, n), a.dtype, **request) as job:
+                kernels.multiply(job, a, b)
+            failures.equal(job.plan.collective, Collective.STRIPES, collective)
+            return job.result()
+
+        right = kernels.reduced(m, n, k, 0, collective)
+        expect(failures, collective, call(), right)
+        graph, result = capture(call)
+        result.fill_(float("nan"))
+        graph.replay()
+        expect(failures, f"{collective}, in a graph", result, right)
+        with mock.patch.object(job_module, "compares_all", lambda: True):
+            expect(failures, f"{collective}, tiles compared", call(), right)
     overlap_torch.check()
 
 

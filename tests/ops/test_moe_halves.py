@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
@@ -422,3 +423,11 @@ def test_moe_refuses_tangents(failures: Failures) -> None:
                 dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
                 operands_with_one = [*given[:place], dual, *given[place + 1 :]]
                 failures.raises("has a tangent", call, *operands_with_one)
+
+    tokens = torch.ones(2, 16, dtype=torch.bfloat16), ids[:2].clamp(min=0), shares[:2]
+    weights = [torch.ones(4, *of).to(torch.float8_e4m3fn) for of in ((32, 16), (16, 16))]
+    scales = [torch.ones(weight.shape[:2]) for weight in weights]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(scales[1], scales[1])
+        call = functools.partial(overlap_torch.moe, scale_gate_up=scales[0], scale_down=dual)
+        failures.raises("has a tangent", call, *tokens, *weights)

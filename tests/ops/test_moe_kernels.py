@@ -269,11 +269,20 @@ def check_scaled(failures: Failures) -> None:
     """Products of packed rows and fp8 weights, exactly; through gate and up as the products, then the gate's kernel. Widths of 16 and
     272 leave gate and up by blocks to the composition, except as a pair."""
     offs = torch.tensor(COUNTS, device="cuda").cumsum(0).to(torch.int32)
-    ends = [0, *offs.tolist()]
     fp8, experts = torch.float8_e4m3fn, len(COUNTS)
-    for inner, width, by_blocks in itertools.product(
-        (64, 80, 528), (16, 192, 272, 1024), (False, True)
-    ):
+    cases = [
+        (inner, width, by_blocks, offs)
+        for inner, width, by_blocks in itertools.product(
+            (64, 80, 528), (16, 192, 272, 1024), (False, True)
+        )
+    ]
+    # Several tiles of each cluster, and more blocks than stages.
+    more = (
+        torch.tensor([3000, 1, 0, 2000, 64, 0, 0, 0, 0, 0], device="cuda").cumsum(0).to(torch.int32)
+    )
+    cases += [(inner, 1024, True, more) for inner in (912, 1424)]
+    for inner, width, by_blocks, offs in cases:
+        ends = [0, *offs.tolist()]
         rows = draw(ends[-1] + ROOM, inner, dtype=torch.float32)
         packed = _ops._moe_pack(rows.bfloat16(), None, by_blocks)
         packed[:, :inner] = rows.to(fp8)

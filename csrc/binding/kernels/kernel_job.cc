@@ -179,8 +179,8 @@ std::unique_ptr<KernelCall::Runner> cuda_runner(KernelCall& call) {
               call.job().device());
 }
 
-std::string KernelJob::reserve() const {
-  return "";
+bool KernelJob::reserve() const {
+  return true;
 }
 
 plan::Machine kernel_machine(const std::shared_ptr<GroupEntry>& group, at::Device device) {

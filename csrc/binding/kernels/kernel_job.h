@@ -37,9 +37,8 @@ class KernelJob : public torch::CustomClassHolder {
   // The tiles that each counter counts.
   std::vector<int64_t> chunk_tiles() const;
   std::string describe() const { return steps::to_string(*list_); }
-  // Makes the memory that a planned call over peers needs, on all ranks; says why it cannot be had, or nothing.
-  // CUDA's jobs over peers have some.
-  std::string reserve() const;
+  // Makes the memory that a planned call over peers needs, on all ranks. Returns false, on all of them, if it cannot be had.
+  bool reserve() const;
   // True if the process group of its name is still the one that it was made for.
   bool current() const { return group_->registered(); }
 

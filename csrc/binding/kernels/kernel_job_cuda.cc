@@ -143,23 +143,21 @@ plan::Machine kernel_machine(const std::shared_ptr<GroupEntry>& group, at::Devic
   return made->machine();
 }
 
-std::string KernelJob::reserve() const {
-  if (!list_->over_peers) return "";
+bool KernelJob::reserve() const {
+  if (!list_->over_peers) return true;
   const c10::cuda::CUDAGuard guard(device_);
   const auto stream = c10::cuda::getCurrentCUDAStream(device_.index()).stream();
   const auto group = cuda_group(group_, device_.index(), stream);
+  const std::lock_guard<std::mutex> lock(group->device().mutex);
+  group->check();
+  if (!group->peers(plan_, 0, false).may_have_stripes(list_->stripe_bytes)) return false;
   try {
-    // Memory of a size is kept, and all ranks have the same sizes. A kernel of ever new shapes must not fill the GPU.
-    constexpr size_t kMostSizes = 8;
-    const runtime::Peers& peers = group->peers(plan_, 0, false);
-    if (!peers.has_stripes(list_->stripe_bytes) && peers.stripe_sizes() >= kMostSizes) {
-      return "the group has memory for stripes of " + std::to_string(kMostSizes) + " sizes";
-    }
-    group->peers(plan_, list_->slot_bytes, false, list_->stripe_bytes);
-  } catch (const runtime::Error& error) {
-    return error.what();
+    group->peers(plan_, 0, false, list_->stripe_bytes);
+    group->peers(plan_, list_->slot_bytes, false);
+  } catch (const runtime::PeerMemoryError&) {
+    return false;  // on all ranks
   }
-  return "";
+  return true;
 }
 
 std::unique_ptr<KernelCall::Runner> cuda_runner(KernelCall& call) {

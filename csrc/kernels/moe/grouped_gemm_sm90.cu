@@ -252,8 +252,8 @@ class BlockMultiplier {
 
   __device__ void release() {
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    __syncwarp();  // all lanes have read the scales
     if (lane < kCluster) arrive_at(&shared_.empty[used_], lane);
-    __syncwarp();
     used_ = used_ + 1 == kStages ? 0 : used_ + 1;
   }
 

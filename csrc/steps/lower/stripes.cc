@@ -61,6 +61,11 @@ class Stripes {
 
  private:
   void check_callers() {
+    if (peers_ && plan_.problem.dtype == plan::DType::kFloat64) {
+      throw std::invalid_argument(
+          "a kernel of your own with the collective stripes produces float64, allowed over peers "
+          "are bfloat16, float16 and float32, which a kernel adds up: take the transport nccl");
+    }
     const int64_t bytes = plan::part_rows(plan_) * row_bytes_;
     if (chunks_ == 1 && (!peers_ || bytes >= plan::kStripePage)) {
       list_.made.stripe_bytes = peers_ ? bytes : 0;
