@@ -70,7 +70,7 @@ def test_plan_steps_refuse_what_does_not_fit_the_plan() -> None:
         steps(gather, 0, weights=[(512, True), (504, True)])
 
 
-def test_plan_steps_as_text_say_what_they_wait_for() -> None:
+def test_plan_steps_say_what_they_wait_for() -> None:
     plan = _plan.make_row_panels(
         big(m=4096, n=2048, k=1024, world_size=2),
         Kernel.SM90_PINGPONG,
@@ -79,22 +79,26 @@ def test_plan_steps_as_text_say_what_they_wait_for() -> None:
         Resources(comm_sms=8),
         8,
     )
-    text = _plan_test.steps_text(plan, 0, MACHINES["nccl"], bias=True).splitlines()
-    mib = 8 << 20
-    assert text[2:] == [
-        "#0 caller fork side_lanes=1 copies=1",
-        "#1 caller gemm begin=0 end=4096 input=input+0 outputs=[{to=output+0}] order=0 first_tile=0 end_tile=512 "
-        "ctas=124 counts=1",
-        "#2 side0 wait_for_tiles chunk=0 tiles=256",
-        "#3 side0 collective kind=all_reduce max_ctas=8 communicator_lane=0 source=output+0 destination=output+0 "
-        "count=4194304",
-        f"#4 copy add_terms source=output+0 destination=output+0 rows=2048 ctas={2**31 - 1} after #3",
-        "#5 side0 wait_for_tiles chunk=1 tiles=256",
-        f"#6 side0 collective kind=all_reduce max_ctas=8 communicator_lane=0 source=output+{mib} "
-        f"destination=output+{mib} count=4194304",
-        f"#7 copy add_terms source=output+{mib} destination=output+{mib} rows=2048 ctas={2**31 - 1} after #6",
-        "#8 caller join",
+    made = steps(plan, 0, MACHINES["nccl"], bias=True)["steps"]
+    assert [(one["lane"], one["step"], one["after"]) for one in made] == [
+        ("caller", "fork", []),
+        ("caller", "gemm", []),
+        ("side0", "wait_for_tiles", []),
+        ("side0", "collective", []),
+        ("copy", "add_terms", [3]),
+        ("side0", "wait_for_tiles", []),
+        ("side0", "collective", []),
+        ("copy", "add_terms", [6]),
+        ("caller", "join", []),
     ]
+    where = {"buffer": "output", "index": 0, "offset": 8 << 20}
+    gemm = {"begin": 0, "end": 4096, "first_tile": 0, "end_tile": 512, "ctas": 124, "counts": True}
+    wait = {"chunk": 1, "tiles": 256}
+    collective = {"kind": "all_reduce", "max_ctas": 8, "communicator_lane": 0, "count": 4194304}
+    places = {"source": where, "destination": where}
+    for number, fields in ((1, gemm), (5, wait), (6, collective | places), (7, places)):
+        assert made[number].items() >= fields.items()
+    assert (made[1]["outputs"], made[7]["rows"]) == ([{"to": where | {"offset": 0}}], 2048)
 
 
 settings.register_profile("plan", deadline=None)

@@ -29,16 +29,16 @@ struct Accesses {
   }
   void put(const Piece& piece) {
     if (piece.bytes == 0) return;
-    optional_field(*this, "send", piece.send);
-    optional_field(*this, "destination", piece.destination);
+    visit_given(*this, "send", piece.send);
+    visit_given(*this, "destination", piece.destination);
   }
   void put(const PeerMessages& messages) {
     if (messages.send_bytes > 0) {
-      optional_field(*this, "send", messages.send);
-      optional_field(*this, "destination", messages.destination);
+      visit_given(*this, "send", messages.send);
+      visit_given(*this, "destination", messages.destination);
     }
     if (messages.receive_bytes > 0) {
-      optional_field(*this, "received", messages.received);
+      visit_given(*this, "received", messages.received);
       put(messages.output);
     }
   }

@@ -72,19 +72,6 @@ void def_of_ranks(py::module_& m, const char* name, Function function, const cha
 }  // namespace
 
 void bind_proof_tests(py::module_& m) {
-  const auto to_text = [](const steps::StepList& list, const Plan&, int32_t, const Machine&) {
-    return steps::to_string(list);
-  };
-  def_steps(m, "steps_text", to_text,
-            R"(What a rank enqueues for a call of the plan.
-
-A line for each step, behind those of what is made before and of tile orders.
-
-`kernel_takes`: whether the plan's kernel takes the operands; of an all-gather so for each of `weights`,
-(columns, takes), by default one of all columns. `captured`: the call is part of a CUDA graph. `send_rows`,
-`receive_rows`: of gemm_alltoall, for each rank; `longest_message`: bytes of the longest one of any rank, as
-far as the ranks have told each other; by default of this rank's. Raises ValueError where these do not fit
-the plan.)");
   def_of_ranks(
       m, "find_fault", [](const steps::Ranks& ranks) { return text(steps::find_fault(ranks)); },
       R"(What is wrong with the steps of all ranks, or nothing.

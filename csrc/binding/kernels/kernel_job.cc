@@ -211,7 +211,6 @@ TORCH_LIBRARY_FRAGMENT(overlap, m) {
       .def("tile_chunks", &KernelJob::tile_chunks)
       .def("tile_columns", &KernelJob::tile_columns)
       .def("chunk_tiles", &KernelJob::chunk_tiles)
-      .def("describe", &KernelJob::describe)
       .def("reserve", &KernelJob::reserve)
       .def("current", &KernelJob::current)
       .def("begin", &begin);

@@ -36,7 +36,6 @@ class KernelJob : public torch::CustomClassHolder {
   int64_t tile_columns() const { return list_->tiles.columns; }
   // The tiles that each counter counts.
   std::vector<int64_t> chunk_tiles() const;
-  std::string describe() const { return steps::to_string(*list_); }
   // Makes the memory that a planned call over peers needs, on all ranks. Returns false, on all of them, if it cannot be had.
   bool reserve() const;
   // True if the process group of its name is still the one that it was made for.

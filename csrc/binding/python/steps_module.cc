@@ -99,7 +99,14 @@ void bind_steps(py::module_& m) {
       py::arg("receive_rows") = std::vector<int64_t>{}, py::arg("pieces") = 1,
       "The steps of a plan whose GEMM is a kernel of the caller's, each tile's chunk, and how "
       "many tiles a row of tiles has.");
-  def_steps(m, "steps_json", to_json, "The same as JSON: an object with a list of steps.");
+  def_steps(m, "steps_json", to_json,
+            R"(What a rank enqueues for a call of the plan: a JSON object with a list of steps.
+
+`kernel_takes`: whether the plan's kernel takes the operands; of an all-gather so for each of `weights`,
+(columns, takes), by default one of all columns. `captured`: the call is part of a CUDA graph. `send_rows`,
+`receive_rows`: of gemm_alltoall, for each rank; `longest_message`: bytes of the longest one of any rank, as
+far as the ranks have told each other; by default of this rank's. Raises ValueError where these do not fit
+the plan.)");
 
   py::class_<steps::Prediction>(m, "Prediction", R"(The cost model's expectation of a plan.
 
@@ -133,7 +140,7 @@ Attributes:
   const auto price = [](const steps::StepList& list, const Plan& plan, int32_t rank,
                         const Machine& machine) { return steps::price(list, plan, rank, machine); };
   def_steps(m, "price_steps", price,
-            "The Price of the steps that steps_text shows. Raises ValueError as it does.");
+            "The Price of the steps that steps_json shows. Raises ValueError as it does.");
   m.def(
       "predict",
       [](const Plan& plan, const Machine& machine) {

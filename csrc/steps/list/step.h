@@ -491,9 +491,6 @@ int64_t longest_message(const plan::Plan& plan, int32_t rank, const std::vector<
 const char* name(Buffer buffer);
 const char* name(Lane lane);
 
-// A line for each step: "#1 side0 wait_for_tiles chunk=0 tiles=1024", with what it comes after, and before them
-// one for each tile order and one for what is made before.
-std::string to_string(const StepList& list);
 // {"communicators": [...], ..., "steps": [{"step": "gemm", "lane": ..., "after": [...], ...}]}, on one line.
 std::string to_json(const StepList& list);
 
