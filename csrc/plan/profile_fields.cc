@@ -1,5 +1,7 @@
 #include "plan/profile_fields.h"
 
+#include <stdexcept>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 
@@ -11,10 +13,19 @@ constexpr Range kRate = {1e-4, 1e4};  // also of factors and powers: they divide
 constexpr Range kGbps = {1e-4, 1e6};
 constexpr Range kShare = {0.0, 1.0};
 constexpr Range kRounds = {0.0, 1e3};
-constexpr Range kFlops = {0.0, 1e15};
 constexpr Range kCount = {0.0, 1e9};
-constexpr Range kBytes = {1.0, 1e12};
-constexpr Range kCores = {1.0, 1e4};
+
+// A name's last word is its unit, which says what is allowed.
+Range range_of(const std::string_view name) {
+  constexpr std::pair<std::string_view, Range> kUnits[] = {
+      {"us", kUs},       {"rate", kRate},       {"factor", kRate},   {"gbps", kGbps},
+      {"gflops", kGbps}, {"share", kShare},     {"rounds", kRounds}, {"rows", kCount},
+      {"ctas", kCtas},   {"bytes", {1.0, 1e12}}};
+  for (const auto& [unit, range] : kUnits) {
+    if (name.substr(name.rfind('_') + 1) == unit) return range;
+  }
+  throw std::logic_error("no range is known for " + std::string(name));
+}
 
 template <typename Group>
 struct Field {
@@ -25,248 +36,94 @@ struct Field {
 
 // The fields of a struct of numbers: a group of the file.
 template <typename Group>
-struct Fields;
-
-template <>
-struct Fields<Profile::Gemm> {
-  using Own = Profile::Gemm;
-  static constexpr Field<Own> kAll[] = {
-      {"arch", &Own::arch, kCount},
-      {"start_us", &Own::start_us, kUs},
-      {"pingpong_rate", &Own::pingpong_rate, kRate},
-      {"cooperative_rate", &Own::cooperative_rate, kRate},
-      {"pingpong_wide_rate", &Own::pingpong_wide_rate, kRate},
-      {"sm80_rate", &Own::sm80_rate, kRate},
-      {"sm80_on_hopper_rate", &Own::sm80_on_hopper_rate, kRate},
-      {"sm80_on_blackwell_rate", &Own::sm80_on_blackwell_rate, kRate},
-      {"library_unaligned_rate", &Own::library_unaligned_rate, kRate},
-      {"library_odd_rate", &Own::library_odd_rate, kRate},
-      {"float32_rate", &Own::float32_rate, kRate},
-      {"float64_rate", &Own::float64_rate, kRate},
-      {"float8_rate", &Own::float8_rate, kRate},
-      {"float8_row_rate", &Own::float8_row_rate, kRate},
-      {"float8_exact_rate", &Own::float8_exact_rate, kRate},
-      {"float8_pingpong_rate", &Own::float8_pingpong_rate, kRate},
-      {"float8_pingpong_row_rate", &Own::float8_pingpong_row_rate, kRate},
-      {"float8_pingpong_wide_rate", &Own::float8_pingpong_wide_rate, kRate},
-      {"float8_pingpong_wide_row_rate", &Own::float8_pingpong_wide_row_rate, kRate},
-      {"sustained_rate", &Own::sustained_rate, kRate},
-      {"round_factor", &Own::round_factor, kRate},
-      {"library_factor", &Own::library_factor, kRate},
-      {"library_idle_rounds", &Own::library_idle_rounds, kRounds},
-      {"fewer_sms_power", &Own::fewer_sms_power, kRounds},
-      {"fewer_sms_power_large", &Own::fewer_sms_power_large, kRounds},
-      {"low_band_rate", &Own::low_band_rate, kRate},
-      {"low_band_rows", &Own::low_band_rows, kCount},
-      {"weight_gbps", &Own::weight_gbps, kGbps},
-      {"cool_us", &Own::cool_us, kUs},
-      {"short_k", &Own::short_k, kCount},
-      {"large_tile_rounds", &Own::large_tile_rounds, kRounds},
-      {"large_tile_factor", &Own::large_tile_factor, kRate},
-  };
-};
-
-template <>
-struct Fields<Profile::Beside> {
-  using Own = Profile::Beside;
-  static constexpr Field<Own> kAll[] = {
-      {"nccl_factor", &Own::nccl_factor, kRate},
-      {"gather_factor", &Own::gather_factor, kRate},
-      {"many_ctas_factor", &Own::many_ctas_factor, kRate},
-      {"overlap_power", &Own::overlap_power, {1.0, 100.0}},
-      {"sum_sm_gbps", &Own::sum_sm_gbps, kGbps},
-  };
-};
-
-template <>
-struct Fields<Profile::Host> {
-  using Own = Profile::Host;
-  static constexpr Field<Own> kAll[] = {
-      {"first_issue_us", &Own::first_issue_us, kUs}, {"issue_us", &Own::issue_us, kUs},
-      {"issue_sum_us", &Own::issue_sum_us, kUs},     {"launch_us", &Own::launch_us, kUs},
-      {"few_rows", &Own::few_rows, kCount},          {"short_call_us", &Own::short_call_us, kUs},
-  };
-};
-
-template <>
-struct Fields<Profile::Sync> {
-  using Own = Profile::Sync;
-  static constexpr Field<Own> kAll[] = {
-      {"wait_us", &Own::wait_us, kUs},
-      {"fork_join_us", &Own::fork_join_us, kUs},
-  };
-};
-
-template <>
-struct Fields<Profile::Link> {
-  using Own = Profile::Link;
-  static constexpr Field<Own> kAll[] = {
-      {"slow_most_gbps", &Own::slow_most_gbps, kGbps},
-      {"fast_least_gbps", &Own::fast_least_gbps, kGbps},
-      {"fast_most_gbps", &Own::fast_most_gbps, kGbps},
-      {"alone_start_us", &Own::alone_start_us, kUs},
-      {"alone_rate", &Own::alone_rate, kRate},
-      {"slow_pair_rate", &Own::slow_pair_rate, kRate},
-      {"one_way_rate", &Own::one_way_rate, kRate},
-      {"default_ctas", &Own::default_ctas, kCtas},
-      {"slow_default_ctas", &Own::slow_default_ctas, kCtas},
-  };
-};
-
-template <>
-struct Fields<Profile::Local> {
-  using Own = Profile::Local;
-  static constexpr Field<Own> kAll[] = {
-      {"copy_start_us", &Own::copy_start_us, kUs},       {"copy_gbps", &Own::copy_gbps, kGbps},
-      {"finish_start_us", &Own::finish_start_us, kUs},   {"finish_gbps", &Own::finish_gbps, kGbps},
-      {"read_write_gbps", &Own::read_write_gbps, kGbps}, {"slot_gbps", &Own::slot_gbps, kGbps},
-  };
-};
-
-template <>
-struct Fields<Profile::Peer> {
-  using Own = Profile::Peer;
-  static constexpr Field<Own> kAll[] = {
-      {"fast_gbps", &Own::fast_gbps, kGbps},
-      {"sequential_us", &Own::sequential_us, kUs},
-      {"direct_us", &Own::direct_us, kUs},
-      {"ring_us", &Own::ring_us, kUs},
-      {"low_part_us", &Own::low_part_us, kUs},
-      {"final_us", &Own::final_us, kUs},
-      {"gather_us", &Own::gather_us, kUs},
-      {"gather_chunk_us", &Own::gather_chunk_us, kUs},
-      {"first_copy_us", &Own::first_copy_us, kUs},
-      {"copy_us", &Own::copy_us, kUs},
-      {"collective_rate", &Own::collective_rate, kRate},
-      {"least_bytes", &Own::least_bytes, kBytes},
-      {"one_step_bytes", &Own::one_step_bytes, kBytes},
-  };
-};
-
-template <>
-struct Fields<Profile::AllToAll> {
-  using Own = Profile::AllToAll;
-  static constexpr Field<Own> kAll[] = {
-      {"start_us", &Own::start_us, kUs},
-      {"low_rate", &Own::low_rate, kRate},
-      {"beside_rate", &Own::beside_rate, kRate},
-      {"alone_rate", &Own::alone_rate, kRate},
-      {"alone_start_us", &Own::alone_start_us, kUs},
-      {"longer_message_share", &Own::longer_message_share, kShare},
-      {"needed_gain_apart", &Own::needed_gain_apart, kRate},
-      {"needed_gain_once", &Own::needed_gain_once, kRate},
-      {"message_bytes", &Own::message_bytes, kBytes},
-      {"gemm_first_us", &Own::gemm_first_us, {0.0, 1000.0}},
-      {"pair_ctas", &Own::pair_ctas, kCtas},
-      {"many_ctas", &Own::many_ctas, kCtas},
-      {"slow_link_ctas", &Own::slow_link_ctas, kCtas},
-  };
-};
-
-template <>
-struct Fields<Profile::Cpu> {
-  using Own = Profile::Cpu;
-  static constexpr Field<Own> kAll[] = {
-      {"cores", &Own::cores, kCores},
-      {"core_gflops", &Own::core_gflops, kGbps},
-      {"link_latency_us", &Own::link_latency_us, kUs},
-      {"link_gbps", &Own::link_gbps, kGbps},
-      {"float64_rate", &Own::float64_rate, kRate},
-      {"wait_us", &Own::wait_us, kUs},
-      {"fork_join_us", &Own::fork_join_us, kUs},
-      {"call_us", &Own::call_us, kUs},
-      {"copy_gbps", &Own::copy_gbps, kGbps},
-      {"chunk_flops", &Own::chunk_flops, kFlops},
-      {"message_bytes", &Own::message_bytes, kBytes},
-  };
-};
-
-template <>
-struct Fields<Profile::Call> {
-  using Own = Profile::Call;
-  static constexpr Field<Own> kAll[] = {
-      {"start_us", &Own::start_us, kUs},
-      {"link_rate", &Own::link_rate, kRate},
-      {"cta_gbps", &Own::cta_gbps, kGbps},
-      {"latencies", &Own::latencies, kRounds},
-  };
-};
-
-template <>
-struct Fields<Profile::Gain> {
-  using Own = Profile::Gain;
-  static constexpr Field<Own> kAll[] = {
-      {"share", &Own::share, kShare},
-      {"us", &Own::us, kUs},
-  };
-};
-
-template <>
-struct Fields<Profile::Ways> {
-  using Own = Profile::Ways;
-  static constexpr Field<Own> kAll[] = {
-      {"plain", &Own::plain},
-      {"all_reduce_window", &Own::all_reduce_window},
-      {"one_way_window", &Own::one_way_window},
-      {"exchange", &Own::exchange},
-      {"library", &Own::library},
-      {"slow_link", &Own::slow_link},
-      {"slow_link_exchange", &Own::slow_link_exchange},
-      {"slow_link_scatter", &Own::slow_link_scatter},
-      {"slow_link_library", &Own::slow_link_library},
-  };
-};
-
-template <>
-struct Fields<Profile::Schedules> {
-  using Own = Profile::Schedules;
-  static constexpr Field<Own> kAll[] = {
-      {"all_reduce", &Own::all_reduce},
-      {"reduce_scatter", &Own::reduce_scatter},
-      {"all_gather", &Own::all_gather},
-      {"exchange", &Own::exchange},
-      {"short_exchange", &Own::short_exchange},
-      {"slow_link_exchange", &Own::slow_link_exchange},
-      {"slow_link_exchange_in_many_lanes", &Own::slow_link_exchange_in_many_lanes},
-      {"slow_link_scatter", &Own::slow_link_scatter},
-      {"peer_all_gather", &Own::peer_all_gather},
-      {"library", &Own::library},
-      {"few_rows", &Own::few_rows},
-  };
-};
-
+std::vector<Field<Group>> fields_of();
 // The groups within a group, each a struct of the same fields.
 template <typename Group, typename Inner>
-struct Named {
-  const char* name;
-  Inner Group::* member;
-};
-constexpr Named<Profile::Calls, Profile::Call> kCalls[] = {
-    {"all_reduce", &Profile::Calls::all_reduce},
-    {"all_reduce_window", &Profile::Calls::all_reduce_window},
-    {"all_reduce_of_many", &Profile::Calls::all_reduce_of_many},
-    {"all_reduce_window_of_many", &Profile::Calls::all_reduce_window_of_many},
-    {"exchange", &Profile::Calls::exchange},
-    {"reduce_scatter", &Profile::Calls::reduce_scatter},
-    {"reduce_scatter_window", &Profile::Calls::reduce_scatter_window},
-    {"all_gather", &Profile::Calls::all_gather},
-    {"all_gather_window", &Profile::Calls::all_gather_window},
-    {"slow_link", &Profile::Calls::slow_link},
-    {"slow_link_exchange", &Profile::Calls::slow_link_exchange},
-};
-constexpr Named<Profile::NeededGain, Profile::Gain> kGains[] = {
-    {"usual", &Profile::NeededGain::usual},
-    {"cpu", &Profile::NeededGain::cpu},
-    {"library", &Profile::NeededGain::library},
-    {"peer", &Profile::NeededGain::peer},
-    {"exchange_window", &Profile::NeededGain::exchange_window},
-    {"reduce_scatter_window", &Profile::NeededGain::reduce_scatter_window},
-    {"no_sms_left", &Profile::NeededGain::no_sms_left},
-};
+std::vector<std::pair<const char*, Inner Group::*>> groups_of();
+
+// clang-format off
+#define FIELDS(Group, ...)                                          \
+  template <>                                                       \
+  std::vector<Field<Profile::Group>> fields_of<Profile::Group>() {  \
+    using Own = Profile::Group;                                     \
+    return {__VA_ARGS__};                                           \
+  }
+#define GROUPS(Group, Inner, ...)                                                  \
+  template <>                                                                      \
+  std::vector<std::pair<const char*, Profile::Inner Profile::Group::*>> groups_of() { \
+    using Own = Profile::Group;                                                    \
+    return {__VA_ARGS__};                                                          \
+  }
+#define NUMBER(member) {#member, &Own::member, range_of(#member)},
+#define NUMBER_IN(member, ...) {#member, &Own::member, __VA_ARGS__},
+#define NAMED(member) {#member, &Own::member},
+
+FIELDS(Gemm,
+  NUMBER_IN(arch, kCount) NUMBER(start_us)
+  NUMBER(pingpong_rate) NUMBER(cooperative_rate) NUMBER(pingpong_wide_rate)
+  NUMBER(sm80_rate) NUMBER(sm80_on_hopper_rate) NUMBER(sm80_on_blackwell_rate)
+  NUMBER(library_unaligned_rate) NUMBER(library_odd_rate)
+  NUMBER(float32_rate) NUMBER(float64_rate)
+  NUMBER(float8_rate) NUMBER(float8_row_rate) NUMBER(float8_exact_rate)
+  NUMBER(float8_pingpong_rate) NUMBER(float8_pingpong_row_rate)
+  NUMBER(float8_pingpong_wide_rate) NUMBER(float8_pingpong_wide_row_rate)
+  NUMBER(sustained_rate) NUMBER(round_factor)
+  NUMBER(library_factor) NUMBER(library_idle_rounds)
+  NUMBER_IN(fewer_sms_power, kRounds) NUMBER_IN(fewer_sms_power_large, kRounds)
+  NUMBER(low_band_rate) NUMBER(low_band_rows)
+  NUMBER(weight_gbps) NUMBER(cool_us) NUMBER_IN(short_k, kCount)
+  NUMBER(large_tile_rounds) NUMBER(large_tile_factor))
+FIELDS(Beside,
+  NUMBER(nccl_factor) NUMBER(gather_factor) NUMBER(many_ctas_factor)
+  NUMBER_IN(overlap_power, {1.0, 100.0}) NUMBER(sum_sm_gbps))
+FIELDS(Host,
+  NUMBER(first_issue_us) NUMBER(issue_us) NUMBER(issue_sum_us) NUMBER(launch_us)
+  NUMBER(few_rows) NUMBER(short_call_us))
+FIELDS(Sync, NUMBER(wait_us) NUMBER(fork_join_us))
+FIELDS(Link,
+  NUMBER(slow_most_gbps) NUMBER(fast_least_gbps) NUMBER(fast_most_gbps)
+  NUMBER(alone_start_us) NUMBER(alone_rate) NUMBER(slow_pair_rate) NUMBER(one_way_rate)
+  NUMBER(default_ctas) NUMBER(slow_default_ctas))
+FIELDS(Local,
+  NUMBER(copy_start_us) NUMBER(copy_gbps) NUMBER(finish_start_us) NUMBER(finish_gbps)
+  NUMBER(read_write_gbps) NUMBER(slot_gbps))
+FIELDS(Peer,
+  NUMBER(fast_gbps) NUMBER(sequential_us) NUMBER(direct_us) NUMBER(ring_us) NUMBER(low_part_us)
+  NUMBER(final_us) NUMBER(gather_us) NUMBER(gather_chunk_us) NUMBER(first_copy_us) NUMBER(copy_us)
+  NUMBER(collective_rate) NUMBER(least_bytes) NUMBER(one_step_bytes))
+FIELDS(AllToAll,
+  NUMBER(start_us) NUMBER(low_rate) NUMBER(beside_rate) NUMBER(alone_rate) NUMBER(alone_start_us)
+  NUMBER(longer_message_share)
+  NUMBER_IN(needed_gain_apart, kRate) NUMBER_IN(needed_gain_once, kRate)
+  NUMBER(message_bytes) NUMBER_IN(gemm_first_us, {0.0, 1000.0})
+  NUMBER(pair_ctas) NUMBER(many_ctas) NUMBER(slow_link_ctas))
+FIELDS(Cpu,
+  NUMBER_IN(cores, {1.0, 1e4}) NUMBER(core_gflops) NUMBER(link_latency_us) NUMBER(link_gbps)
+  NUMBER(float64_rate) NUMBER(wait_us) NUMBER(fork_join_us) NUMBER(call_us) NUMBER(copy_gbps)
+  NUMBER_IN(chunk_flops, {0.0, 1e15}) NUMBER(message_bytes))
+FIELDS(Call,
+  NUMBER(start_us) NUMBER(link_rate) NUMBER(cta_gbps) NUMBER_IN(latencies, kRounds))
+FIELDS(Gain, NUMBER(share) NUMBER(us))
+FIELDS(Ways,
+  NAMED(plain) NAMED(all_reduce_window) NAMED(one_way_window) NAMED(exchange) NAMED(library)
+  NAMED(slow_link) NAMED(slow_link_exchange) NAMED(slow_link_scatter) NAMED(slow_link_library))
+FIELDS(Schedules,
+  NAMED(all_reduce) NAMED(reduce_scatter) NAMED(all_gather) NAMED(exchange) NAMED(short_exchange)
+  NAMED(slow_link_exchange) NAMED(slow_link_exchange_in_many_lanes) NAMED(slow_link_scatter)
+  NAMED(peer_all_gather) NAMED(library) NAMED(few_rows))
+GROUPS(Calls, Call,
+  NAMED(all_reduce) NAMED(all_reduce_window) NAMED(all_reduce_of_many)
+  NAMED(all_reduce_window_of_many) NAMED(exchange) NAMED(reduce_scatter)
+  NAMED(reduce_scatter_window) NAMED(all_gather) NAMED(all_gather_window)
+  NAMED(slow_link) NAMED(slow_link_exchange))
+GROUPS(NeededGain, Gain,
+  NAMED(usual) NAMED(cpu) NAMED(library) NAMED(peer) NAMED(exchange_window)
+  NAMED(reduce_scatter_window) NAMED(no_sms_left))
+// clang-format on
 
 template <typename Group>
 void add(std::vector<ProfileEntry>& all, const std::string& name, const PlaceOf<Group>& group) {
-  for (const Field<Group>& field : Fields<Group>::kAll) {
+  for (const Field<Group>& field : fields_of<Group>()) {
     ProfileEntry& entry = all.emplace_back();
     entry.name = name + "." + field.name;
     entry.range = field.range;
@@ -286,10 +143,9 @@ void add(std::vector<ProfileEntry>& all, const std::string& name, Group Profile:
   add<Group>(all, name, [member](Profile& profile) -> Group& { return profile.*member; });
 }
 
-template <typename Group, typename Inner, size_t kGroups>
-void add(std::vector<ProfileEntry>& all, const std::string& name, Group Profile::* outer,
-         const Named<Group, Inner> (&groups)[kGroups]) {
-  for (const auto& [inner, member] : groups) {
+template <typename Inner, typename Group>
+void add_groups(std::vector<ProfileEntry>& all, const std::string& name, Group Profile::* outer) {
+  for (const auto& [inner, member] : groups_of<Group, Inner>()) {
     add<Inner>(all, name + "." + inner, [outer, member = member](Profile& profile) -> Inner& {
       return profile.*outer.*member;
     });
@@ -306,12 +162,12 @@ const std::vector<ProfileEntry>& profile_entries() {
     add(all, "host", &Profile::host);
     add(all, "sync", &Profile::sync);
     add(all, "link", &Profile::link);
-    add(all, "calls", &Profile::calls, kCalls);
+    add_groups<Profile::Call>(all, "calls", &Profile::calls);
     add(all, "local", &Profile::local);
     add(all, "peer", &Profile::peer);
     add(all, "all_to_all", &Profile::all_to_all);
     add(all, "cpu", &Profile::cpu);
-    add(all, "needed_gain", &Profile::needed_gain, kGains);
+    add_groups<Profile::Gain>(all, "needed_gain", &Profile::needed_gain);
     add(all, "ways", &Profile::ways);
     add(all, "schedules", &Profile::schedules);
     return all;
