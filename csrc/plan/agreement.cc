@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
-#include <utility>
 
 namespace overlap::plan {
 namespace {
@@ -40,12 +39,11 @@ const char* name(Serial serial) {
 
 void check_serial(const Plan& plan, const Machine& machine) {
   if (!machine.serial || !over_peers(plan)) return;
-  throw std::invalid_argument(plan.to_string() +
-                              ": the transport is peer, whose kernels wait for those of other "
-                              "ranks, but some rank's kernels "
-                              "run one at a time (CUDA_LAUNCH_BLOCKING=1, compute-sanitizer, "
-                              "cuda-gdb or Nsight Compute) and "
-                              "might wait for ever; use nccl, or run without these");
+  throw std::invalid_argument(
+      plan.to_string() +
+      ": the transport is peer, whose kernels wait for those of other ranks, but some rank's "
+      "kernels run one at a time (CUDA_LAUNCH_BLOCKING=1, compute-sanitizer, cuda-gdb or Nsight "
+      "Compute) and might wait for ever; use nccl, or run without these");
 }
 
 RankFacts facts_of(const Machine& machine, int32_t nccl_version, uint64_t build, Serial serial) {

@@ -15,20 +15,8 @@ enum class Op : int32_t {
   kGemmAllToAll = 3,
 };
 
-// A chunk's communication. kAllReduce: one all-reduce. kExchange, for two ranks: one
-// all-gather of the chunk and the peer's, which are then added up where the chunk is put back to
-// row-major. It moves the same bytes over the link, and NCCL's all-gather fills the link with a
-// third of the CTAs that its all-reduce takes. kRing, for reductions over kPeer: the rows are cut into
-// the ranks' parts; a part's partial sums go from rank to rank, each adding its own in the GEMM's
-// epilogue, and end at the part's owner, which for an all-reduce sends its finished chunks to all.
-// kDirect, for reductions over kPeer: partial sums go straight to the ranks that need them, which add
-// them up in one kernel; the fewest steps, for few rows. kStripes, for reductions over kPeer by the
-// framework's GEMM: it stores each rank's rows of a chunk into that rank's memory. Their owner adds up the
-// ranks' terms beside the next chunk, and copy engines bring an all-reduce's sums to all. kOwners, for reductions over
-// kPeer: each rank's GEMM stores its partial sums into the slots of the parts' owners; an owner's epilogue adds the
-// ranks' terms up in their order and rounds once, and an all-reduce's finished tiles go to all as a ring's do. kHierarchical,
-// over any transport: ranks of a clique add up or share rows first, so that each row crosses between cliques once. The other
-// ops have one collective each, over any transport.
+// A chunk's communication; plan_fields.h says what each is. An exchange moves as many bytes as an all-reduce of two ranks, and
+// NCCL's all-gather fills the link with a third of the CTAs that its all-reduce takes.
 enum class Collective : int32_t {
   kAllReduce = 0,
   kExchange = 1,

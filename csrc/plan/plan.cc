@@ -140,43 +140,23 @@ int64_t element_bytes(DType dtype) {
   throw std::invalid_argument("unknown dtype " + std::to_string(static_cast<int32_t>(dtype)));
 }
 
-const char* name(Op op) {
-  return member_name(op);
-}
-const char* name(DType dtype) {
-  return member_name(dtype);
-}
-const char* name(Invariance invariance) {
-  return member_name(invariance);
-}
-
-const char* name(Recipe recipe) {
-  return member_name(recipe);
-}
-const char* name(Schedule schedule) {
-  return member_name(schedule);
-}
-const char* name(Kernel kernel) {
-  return member_name(kernel);
-}
-const char* name(Transport transport) {
-  return member_name(transport);
-}
-const char* name(Layout layout) {
-  return member_name(layout);
-}
-const char* name(Collective collective) {
-  return member_name(collective);
-}
-const char* name(Memory memory) {
-  return member_name(memory);
-}
-const char* name(Way way) {
-  return member_name(way);
-}
-const char* name(Engine engine) {
-  return member_name(engine);
-}
+#define OVERLAP_NAME(Enum)       \
+  const char* name(Enum value) { \
+    return member_name(value);   \
+  }
+OVERLAP_NAME(Op)
+OVERLAP_NAME(DType)
+OVERLAP_NAME(Invariance)
+OVERLAP_NAME(Recipe)
+OVERLAP_NAME(Schedule)
+OVERLAP_NAME(Kernel)
+OVERLAP_NAME(Transport)
+OVERLAP_NAME(Layout)
+OVERLAP_NAME(Collective)
+OVERLAP_NAME(Memory)
+OVERLAP_NAME(Way)
+OVERLAP_NAME(Engine)
+#undef OVERLAP_NAME
 
 std::string Problem::to_string() const {
   return by_name(*this);

@@ -14,27 +14,19 @@
 
 namespace overlap::plan {
 
-// How the op runs: one GEMM and one collective after it, or before it; or communication beside
-// computation: chunk by chunk, or, over peers, by the GEMM's own stores.
+// plan_fields.h says what each member and each field below means, for messages and for Python.
+
 enum class Schedule : int32_t { kSequential = 0, kOverlapped = 1 };
+enum class Transport : int32_t { kNccl = 0, kGloo = 1, kPeer = 2 };
+enum class Recipe : int32_t { kNone = 0, kTensor = 1, kRow = 2, kBlock = 3 };
+// kBatch: each rank's product is rounded to the output's type, these terms are added in float32 in the ranks' order, and
+// the sum is rounded before a bias is added.
+enum class Invariance : int32_t { kNone = 0, kBatch = 1 };
 
 // Ranks that can map each other's memory: as many as stand in kernels' tables of peers.
 inline constexpr int32_t kMaxPeerRanks = 8;
 // Ranks whose steps are proved together.
 inline constexpr int32_t kMaxProvedRanks = 16;
-
-// How chunks travel. kPeer: through memory that the ranks of one host map into each other, by stores
-// of the GEMM's epilogue and by copy engines, which take no SM.
-enum class Transport : int32_t { kNccl = 0, kGloo = 1, kPeer = 2 };
-
-// How operands are scaled, both alike: not at all; by one number each; by a number for each row of the
-// input and of the weight; or by blocks of 1 x 128 of the input and of 128 x 128 of the weight.
-enum class Recipe : int32_t { kNone = 0, kTensor = 1, kRow = 2, kBlock = 3 };
-
-// Limits of what the bits of a row of a sum depend on. kBatch: on the row, the weight and the number of ranks alone, and on no
-// other rows, however many there are. Each rank's product is rounded to the output's type, these terms are added in
-// float32 in the ranks' order, and the sum is rounded before a bias is added.
-enum class Invariance : int32_t { kNone = 0, kBatch = 1 };
 
 const char* name(Op op);
 const char* name(Recipe recipe);
@@ -49,16 +41,15 @@ const char* name(Engine engine);
 // All ranks share this, and nothing else: ranks that agree on it make the same communication calls.
 struct Problem {
   Op op = Op::kGemmAllReduce;
-  int64_t m = 0;  // rows of the GEMM, over all ranks where they are parts of it (all-gather); 0 for
-                  // all-to-all, whose rows differ by rank
-  int64_t n = 0;  // columns of the output, of all weights together
-  int64_t k = 0;  // inner dimension on one rank
-  DType dtype = DType::kBFloat16;  // of the operands
+  int64_t m = 0;
+  int64_t n = 0;
+  int64_t k = 0;
+  DType dtype = DType::kBFloat16;
   int32_t world_size = 1;
   Recipe recipe = Recipe::kNone;
   DType output_dtype = DType::kBFloat16;  // of scaled operands' output; else see output_dtype()
-  bool fast_accum = false;  // of scaled operands: whether sums may be the tensor cores' own
-  Invariance invariance = Invariance::kNone;  // of an op that adds between ranks
+  bool fast_accum = false;
+  Invariance invariance = Invariance::kNone;
 
   OpTraits traits() const { return plan::traits(op); }
   // True of an all-reduce without a GEMM: the caller gives what is added up.
@@ -67,30 +58,23 @@ struct Problem {
   std::string to_string() const;
 };
 
-// The device a plan is made for, and what its link was measured to do (runtime/communicator
-// measures it).
+// The device a plan is made for, and what its link was measured to do (runtime/group_measure.cc).
 struct Machine {
-  int32_t arch = 0;  // 0: CPU; otherwise compute capability, 80, 89, 90 ...
+  int32_t arch = 0;
   int32_t sm_count = 0;
-  double sm_gflops = 0.0;         // sustained 16-bit tensor-core rate of one SM, GFLOP/s
-  bool has_sm80_kernels = false;  // what this build and this device can run
+  double sm_gflops = 0.0;
+  bool has_sm80_kernels = false;
   bool has_sm90_kernels = false;
-  double link_latency_us = 0.0;  // fixed time of one all-reduce call
-  double link_gbps = 0.0;  // all-reduce: message bytes per second with the default CTA limit, GB/s
-  bool windows = false;    // NCCL symmetric windows work on this group
-  double peer_gbps =
-      0.0;  // copies into a peer's memory, GB/s; 0: the ranks do not map each other's
-  // The times of work there; never null. All ranks of a group must have the same numbers.
-  SharedProfile profile = shipped_profile();
-  // Some rank's kernels run one at a time, each before the next one is launched: nothing runs beside anything, and a kernel
-  // that waits for a peer's may wait for ever.
+  double link_latency_us = 0.0;
+  double link_gbps = 0.0;
+  bool windows = false;
+  double peer_gbps = 0.0;
+  SharedProfile profile = shipped_profile();  // never null
   bool serial = false;
-  // Groups on several hosts, with as many ranks on each, one after the other, have these:
-  int32_t clique = 0;        // ranks of a host; else 0
-  double clique_gbps = 0.0;  // copies into the memory of a rank of the same host; 0: not mapped
-  double across_gbps =
-      0.0;  // NCCL's messages to another host, of all ranks at once: each rank's GB/s
-  double across_latency_us = 0.0;  // the fixed time of one
+  int32_t clique = 0;
+  double clique_gbps = 0.0;
+  double across_gbps = 0.0;
+  double across_latency_us = 0.0;
 
   std::string to_string() const;
 };
@@ -99,22 +83,20 @@ struct Machine {
 struct Chunk {
   int32_t tiles = 0;
   Transport transport = Transport::kNccl;
-  int32_t max_ctas = 0;  // CTA limit of the communicator that carries it; 0: NCCL's own choice
+  int32_t max_ctas = 0;
 
   friend bool operator==(const Chunk&, const Chunk&) = default;
 };
 
 // The GEMM leaves these to communication (arXiv 2606.09200).
 struct Resources {
-  int32_t comm_sms = 0;        // SMs that the persistent grid leaves free
-  int32_t smem_pad_bytes = 0;  // shared memory added to each GEMM CTA, to lower its occupancy
-  bool window = false;         // chunks are staged in an NCCL symmetric window
-  int32_t finish_ctas =
-      0;              // CTAs that put chunks back to row-major, add bias or parts; 0: a default
-  int32_t lanes = 1;  // chunks in flight at a time, each on a stream and communicator of its own
-  bool one_launch =
-      false;  // all-to-all over peers: one GEMM stores, announces and receives all messages
-  bool low_priority = false;  // communication's streams have the lowest priority, not the highest
+  int32_t comm_sms = 0;
+  int32_t smem_pad_bytes = 0;
+  bool window = false;
+  int32_t finish_ctas = 0;
+  int32_t lanes = 1;
+  bool one_launch = false;
+  bool low_priority = false;
 
   friend bool operator==(const Resources&, const Resources&) = default;
 };
@@ -128,12 +110,10 @@ struct Plan {
   int32_t cluster_m = 1;
   Layout layout = Layout::kRowMajor;
   Collective collective = Collective::kAllReduce;
-  std::vector<BandRun> bands;  // tile order
+  std::vector<BandRun> bands;
   std::vector<Chunk> chunks;
   Resources resources;
-  Program program;  // in place of the collective, where it has transfers
-  // Ranks that follow each other and share a host, for the collective hierarchical, and for programs over peers on several
-  // hosts; else 0.
+  Program program;
   int32_t clique = 0;
 
   friend bool operator==(const Plan&, const Plan&) = default;

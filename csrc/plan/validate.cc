@@ -77,10 +77,9 @@ void check_kernel(const Plan& plan) {
 void check_cliques(const Plan& plan) {
   const Problem& problem = plan.problem;
   if (!hierarchical(plan) && !(has_program(plan) && over_peers(plan))) {
-    fail(
-        "plan has clique = ", plan.clique, " with the collective ", name(plan.collective),
-        ", allowed is 0: take the collective hierarchical, or a program over peer, for hosts of so "
-        "many ranks");
+    fail("plan has clique = ", plan.clique, " with the collective ", name(plan.collective),
+         ", allowed is 0: take the collective hierarchical, or a program over peer, for hosts of "
+         "so many ranks");
   }
   if (plan.clique < 1 || problem.world_size % plan.clique != 0 ||
       plan.clique == problem.world_size) {
@@ -305,8 +304,7 @@ void check_peers(const Plan& plan) {
          ", lanes = ", plan.resources.lanes,
          ", allowed are ring, owners or stripes (overlapped) or direct (of a reduction) or "
          "all_gather or all_to_all (overlapped), row_major, no window and one lane: take those, or "
-         "the transport "
-         "nccl");
+         "the transport nccl");
   }
   if (problem.world_size < 2 || problem.world_size > kMaxPeerRanks) {
     fail("plan travels by peer between ", problem.world_size, " ranks, allowed are 2 to ",
@@ -433,10 +431,9 @@ void check_problem(const Problem& problem) {
   check_enum("recipe", problem.recipe, Recipe::kBlock);
   check_enum("output_dtype", problem.output_dtype, DType::kFloat8E5M2);
   if (is_fp8(problem.dtype) != (problem.recipe != Recipe::kNone)) {
-    fail(
-        "problem with operands of ", name(problem.dtype), " has the recipe ", name(problem.recipe),
-        ", allowed are tensor_wise, row_wise and block_wise for float8_e4m3fn and float8_e5m2, and "
-        "none for other types: name the dtype of the operands and how they are scaled");
+    fail("problem with operands of ", name(problem.dtype), " has the recipe ", name(problem.recipe),
+         ", allowed are tensor_wise, row_wise and block_wise for float8_e4m3fn and float8_e5m2, "
+         "and none for other types: name the dtype of the operands and how they are scaled");
   }
   const bool rounds_to = output_dtype(problem) == DType::kBFloat16 ||
                          output_dtype(problem) == DType::kFloat16 ||

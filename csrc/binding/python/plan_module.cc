@@ -4,7 +4,6 @@
 
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "binding/python/fields_module.h"
@@ -16,38 +15,19 @@
 namespace overlap::binding {
 namespace {
 
-using plan::BandRun;
-using plan::Chunk;
-using plan::Collective;
-using plan::DType;
-using plan::Engine;
-using plan::Extent;
-using plan::Invariance;
-using plan::Kernel;
-using plan::Layout;
-using plan::Machine;
-using plan::Memory;
-using plan::Op;
-using plan::Plan;
-using plan::Problem;
-using plan::Profile;
-using plan::Program;
-using plan::Recipe;
-using plan::Rectangle;
-using plan::Region;
-using plan::Resources;
-using plan::Rows;
-using plan::Schedule;
-using plan::TileCoord;
-using plan::TileOrder;
-using plan::Transfer;
-using plan::Transport;
-using plan::Way;
+using namespace plan;  // whose types these are
 
 // Functions of a valid plan would read out of bounds with another, and Python can make any.
 TileOrder valid_order(const Plan& plan) {
   plan::validate(plan);
   return plan::tile_order(plan);
+}
+
+// The same, for a tile that it has.
+TileOrder order_of_tile(const Plan& plan, int32_t index) {
+  const TileOrder order = valid_order(plan);
+  check_index("tile", index, order.num_tiles());
+  return order;
 }
 
 void check_chunk(const Plan& plan, int32_t chunk) {
@@ -233,9 +213,7 @@ void bind_plan(py::module_& m) {
       .def(
           "tile_coord",
           [](const Plan& p, int32_t index) {
-            const TileOrder order = valid_order(p);
-            check_index("tile", index, order.num_tiles());
-            const TileCoord coord = plan::tile_coord(order, index);
+            const TileCoord coord = plan::tile_coord(order_of_tile(p, index), index);
             return py::make_tuple(coord.row, coord.column);
           },
           py::arg("index"), "(row, column) of the tile at `index` in tile order.")
@@ -260,16 +238,13 @@ void bind_plan(py::module_& m) {
       .def(
           "tile_chunk",
           [](const Plan& p, int32_t index) {
-            const TileOrder order = valid_order(p);
-            check_index("tile", index, order.num_tiles());
-            return plan::tile_chunk(order, index);
+            return plan::tile_chunk(order_of_tile(p, index), index);
           },
           py::arg("index"), "Chunk of the tile at `index` in tile order.")
       .def(
           "packed_offset",
           [](const Plan& p, int32_t index) {
-            const TileOrder order = valid_order(p);
-            check_index("tile", index, order.num_tiles());
+            (void)order_of_tile(p, index);
             return plan::packed_offset(index, p.tile_m, p.tile_n);
           },
           py::arg("index"), "First element of the tile at `index` in a packed buffer.")
@@ -289,8 +264,7 @@ void bind_plan(py::module_& m) {
             check_chunk(p, chunk);
             if (p.layout != Layout::kRowMajor) {
               throw py::value_error(
-                  "chunk_rows is for the layout row_major, the plan has packed: "
-                  "take chunk_extent");
+                  "chunk_rows is for the layout row_major, the plan has packed: take chunk_extent");
             }
             const Rows rows = plan::chunk_rows(p, chunk);
             return py::make_tuple(rows.begin, rows.end);

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "binding/python/fields_module.h"
 #include "binding/python/steps_module.h"
@@ -19,14 +18,7 @@
 namespace overlap::binding {
 namespace {
 
-using plan::KernelShape;
-using plan::Machine;
-using plan::Plan;
-using plan::Problem;
-using plan::Resources;
-using plan::TileCoord;
-using plan::TileOrder;
-using plan::Transport;
+using namespace plan;  // whose types these are
 
 void bind_orders(py::module_& m) {
   m.def(
@@ -98,13 +90,10 @@ void bind_kernel_planner(py::module_& m) {
       py::arg("problem"), py::arg("machine"), py::arg("tile"), py::arg("kernel_us"),
       py::arg("comm_sms") = 0, py::arg("chunks") = 0, py::arg("stripes") = true,
       "The plan of the smallest expected time for a kernel of the caller's, which takes "
-      "`kernel_us` by itself on all SMs and "
-      "leaves `comm_sms` of them to communication. `chunks`: their number; 0: any number, or, of a "
-      "reduction over peers, stores "
-      "into the ranks' memory (the collective stripes; not if `stripes` is False): one chunk "
-      "unless "
-      "another plan is expected to "
-      "gain clearly.");
+      "`kernel_us` by itself on all SMs and leaves `comm_sms` of them to communication. `chunks`: "
+      "their number; 0: any number, or, of a reduction over peers, stores into the ranks' memory "
+      "(the collective stripes; not if `stripes` is False): one chunk unless another plan is "
+      "expected to gain clearly.");
   m.def(
       "price_kernel",
       [](const Plan& plan, const Machine& machine, double kernel_us) {
@@ -173,9 +162,8 @@ void bind_planner(py::module_& m) {
         py::arg("resources") = Resources{}, py::arg("max_ctas") = 0,
         py::arg("transport") = Transport::kNccl,
         "A plan of gemm_alltoall, for any numbers of rows. `transport`: nccl, peer (2 to 8 ranks, "
-        "rows "
-        "of whole 16-byte accesses; `max_ctas` is then that of long messages, which NCCL takes) or "
-        "gloo.");
+        "rows of whole 16-byte accesses; `max_ctas` is then that of long messages, which NCCL "
+        "takes) or gloo.");
   bind_orders(m);
   m.def("make_row_panels", &plan::make_row_panels, py::arg("problem"), py::arg("kernel"),
         py::arg("chunk_rows_of_tiles"), py::arg("band_rows"), py::arg("resources") = Resources{},
