@@ -25,7 +25,6 @@ class AllToAll : AllToAllSteps {
            const Variant& variant)
       : AllToAllSteps(plan, rank, machine, variant),
         on_cpu_(on_cpu(machine)),
-        callers_(variant.compute == Compute::kCallers),
         message_bytes_(on_cpu_ ? machine.profile->cpu.message_bytes
                                : machine.profile->all_to_all.message_bytes),
         cuts_(plan.schedule == plan::Schedule::kOverlapped && (ranks_ > 2 || on_cpu_)),
@@ -59,7 +58,7 @@ class AllToAll : AllToAllSteps {
     list_.add(Lane::kCaller, Fork{2, false});
     SendReceive receives = no_messages();
     for (int32_t distance = 1; distance < ranks_; ++distance) {
-      const int32_t from = (rank_ + ranks_ - distance) % ranks_;
+      const int32_t from = rank_before(distance);
       for (int32_t number = 0; number < pieces(receive_rows(from)); ++number) {
         add_piece(receives.receives, from, output_of(from), receive_rows(from), number);
       }
@@ -72,7 +71,7 @@ class AllToAll : AllToAllSteps {
     if (at_once) compute(all, product_row(0), 0);
     int32_t sent = 0;
     for (int32_t distance = 1; distance < ranks_; ++distance) {
-      const int32_t to = (rank_ + distance) % ranks_;
+      const int32_t to = rank_after(distance);
       for (int32_t number = 0; number < pieces(send_rows(to)); ++number) {
         SendReceive piece = no_messages();
         add_piece(piece.sends, to, product_row(rows_for(to).begin), send_rows(to), number);
@@ -193,8 +192,8 @@ class AllToAll : AllToAllSteps {
       messages.receives.push_back({rank_, output_of(rank_), bytes});
     }
     for (int32_t distance = 1; distance < ranks_; ++distance) {
-      const int32_t to = (rank_ + distance) % ranks_;
-      const int32_t from = (rank_ + ranks_ - distance) % ranks_;
+      const int32_t to = rank_after(distance);
+      const int32_t from = rank_before(distance);
       add(messages.sends, to, product_row(rows_for(to).begin), send_rows(to), round, last);
       add(messages.receives, from, output_of(from), receive_rows(from), round, last);
     }
@@ -232,7 +231,6 @@ class AllToAll : AllToAllSteps {
   }
 
   const bool on_cpu_;
-  const bool callers_;           // whose kernel computes
   const int64_t message_bytes_;  // of the shortest that are worth a call of their own
   const bool cuts_;              // a pair's rows into pieces
   const int32_t ctas_beside_;

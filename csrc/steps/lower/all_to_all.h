@@ -9,20 +9,14 @@
 
 namespace overlap::steps {
 
-class AllToAllSteps {
+class AllToAllSteps : protected Family {
  protected:
   static constexpr int32_t kStepsOfRank = 8;
   static constexpr int32_t kOrdersOfRank = 4;
 
   AllToAllSteps(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                 const Variant& variant)
-      : plan_(plan),
-        rank_(rank),
-        machine_(machine),
-        variant_(variant),
-        ranks_(plan.problem.world_size),
-        element_bytes_(plan::moved_bytes(plan.problem)),
-        row_bytes_(plan.problem.n * element_bytes_),
+      : Family(plan, rank, machine, variant),
         send_begin_(offsets(variant.send_rows)),
         receive_begin_(offsets(variant.receive_rows)) {
     // Made anew where rows change from call to call: in one piece.
@@ -30,7 +24,6 @@ class AllToAllSteps {
     list_.made.orders.reserve(static_cast<size_t>(kOrdersOfRank * ranks_));
   }
 
-  static size_t index(int32_t rank) { return static_cast<size_t>(rank); }
   int64_t send_rows(int32_t rank) const { return variant_.send_rows[index(rank)]; }
   int64_t receive_rows(int32_t rank) const { return variant_.receive_rows[index(rank)]; }
 
@@ -43,10 +36,6 @@ class AllToAllSteps {
   // Where the rows from `peer` go.
   Where output_of(int32_t peer) const { return output_row(receive_begin_[index(peer)]); }
 
-  LibraryGemm library_gemm(plan::Rows rows, Where output) const {
-    return {0, rows, input(rows), {output}};
-  }
-
   // Begins with all rows, by the framework's GEMM, which waits for no peer.
   void begin_with_all() {
     const plan::Rows all = {0, send_begin_.back()};
@@ -57,7 +46,7 @@ class AllToAllSteps {
   void launch(plan::Rows rows, Where destination, int32_t ctas) {
     Gemm gemm;
     gemm.rows = rows;
-    gemm.input = input(rows);
+    gemm.input = input(rows.begin);
     gemm.outputs = {{destination}};
     gemm.order = order_of(tile_rows(rows.end - rows.begin));
     gemm.end_tile = list_.made.orders[index(gemm.order)].num_tiles();
@@ -92,25 +81,10 @@ class AllToAllSteps {
   // Memory for what is sent.
   void add_product() { list_.add_scratch(Buffer::kProduct, send_begin_.back() * row_bytes_); }
 
-  SendReceive no_messages() const { return {plan_.chunks[0].max_ctas, 0, {}, {}}; }
-
-  const plan::Plan& plan_;
-  const int32_t rank_;
-  const plan::Machine& machine_;
-  const Variant& variant_;
-  const int32_t ranks_;
-  const int64_t element_bytes_;
-  const int64_t row_bytes_;
   const std::vector<int64_t> send_begin_;  // one more than ranks
   const std::vector<int64_t> receive_begin_;
-  List list_;
 
  private:
-  Where input(plan::Rows rows) const {
-    return {Buffer::kInput,
-            rows.begin * plan_.problem.k * plan::element_bytes(plan_.problem.dtype)};
-  }
-
   // The order of that number of tile rows; messages are often alike.
   int32_t order_of(int32_t tile_rows) {
     const std::vector<plan::TileOrder>& made = list_.made.orders;

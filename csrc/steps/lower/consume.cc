@@ -14,20 +14,14 @@ namespace overlap::steps {
 namespace {
 
 // The places of an all-gather's rows.
-class GatherPlaces {
+class GatherPlaces : protected Family {
  protected:
   GatherPlaces(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                const Variant& variant)
-      : plan_(plan),
-        rank_(rank),
-        peers_(plan::over_peers(plan)),
-        callers_(variant.compute == Compute::kCallers),
+      : Family(plan, rank, machine, variant),
         on_cpu_(!callers_ && on_cpu(machine)),
-        chunks_(static_cast<int32_t>(plan.chunks.size())),
         parts_(plan::row_parts(plan)),
         part_rows_(plan::part_rows(plan)),
-        element_bytes_(plan::moved_bytes(plan.problem)),
-        row_bytes_(plan.problem.k * element_bytes_),
         chunk_places_(plan, callers_),
         rows_(chunk_places_.rows),
         extents_(chunk_places_.extents),
@@ -36,7 +30,6 @@ class GatherPlaces {
         buffer_{peers_ ? Buffer::kSlot : staging_of(plan, variant, extents_), 0,
                 peers_ ? rank : 0} {}
 
-  static size_t index(int32_t chunk) { return static_cast<size_t>(chunk); }
   Lane side(int32_t chunk) const { return side_lane(chunk % plan_.resources.lanes); }
 
   int64_t chunk_bytes(int32_t chunk) const {
@@ -80,16 +73,9 @@ class GatherPlaces {
     return moves;
   }
 
-  const plan::Plan& plan_;
-  const int32_t rank_;
-  const bool peers_;
-  const bool callers_;  // whose kernel computes
-  const bool on_cpu_;   // where this package computes
-  const int32_t chunks_;
+  const bool on_cpu_;  // where this package computes
   const int32_t parts_;
   const int64_t part_rows_;
-  const int64_t element_bytes_;
-  const int64_t row_bytes_;
   const ChunkPlaces chunk_places_;
   const std::vector<plan::Rows>& rows_;
   const std::vector<plan::Extent>& extents_;
@@ -103,8 +89,6 @@ class Consume : GatherPlaces {
   Consume(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
           const Variant& variant)
       : GatherPlaces(plan, rank, machine, variant),
-        machine_(machine),
-        variant_(variant),
         weights_(callers_ ? std::vector<Weight>{}
                  : variant.weights.empty()
                      ? std::vector<Weight>{{plan.problem.n, variant.compute == Compute::kKernel}}
@@ -119,7 +103,6 @@ class Consume : GatherPlaces {
   StepList lower() {
     if (on_cpu_) return lower_on_cpu();
     list_.made.steps.reserve(index(8 + chunks_ * (3 + parts_)));
-    list_.made.chunks = chunks_;
     if (peers_) list_.add_slot(plan::peer_slot_bytes(plan_));
     add_communicators();
     if (!peers_) {
@@ -160,15 +143,14 @@ class Consume : GatherPlaces {
  private:
   // All messages are on their way before anything is computed.
   StepList lower_on_cpu() {
-    list_.made.chunks = chunks_;
     add_communicators();
     list_.add(Lane::kCaller, Fork{hierarchical_ ? levels_.side_lanes() : 1, false});
     if (hierarchical_) return share_on_cpu();
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
-      SendReceive messages = {plan_.chunks[0].max_ctas, 0, {}, {}};
+      SendReceive messages = no_messages();
       for (int32_t distance = 1; distance < parts_; ++distance) {
-        const int32_t to = (rank_ + distance) % parts_;
-        const int32_t from = (rank_ + parts_ - distance) % parts_;
+        const int32_t to = rank_after(distance);
+        const int32_t from = rank_before(distance);
         messages.sends.push_back({to, own_rows(chunk), chunk_bytes(chunk)});
         messages.receives.push_back({from, arrived(chunk, from), chunk_bytes(chunk)});
       }
@@ -305,7 +287,7 @@ class Consume : GatherPlaces {
   // Own rows of the chunk into every peer's memory, by the copy engine; the step after which the peers' are here.
   StepId push(int32_t chunk) {
     for (int32_t distance = 1; distance < parts_; ++distance) {
-      const Where to = in_slot_of((rank_ + distance) % parts_, chunk, rank_);
+      const Where to = in_slot_of(rank_after(distance), chunk, rank_);
       const Copy copy = {own_rows(chunk), to, chunk_bytes(chunk)};
       if (distance == 1) {
         list_.add_held(Lane::kSide0, copy);
@@ -450,25 +432,19 @@ class Consume : GatherPlaces {
         carrier_ = static_cast<int32_t>(weight);
       }
       const plan::TileOrder order = plan::gather_order(plan_, weights_[weight].columns);
-      Gemm& gemm = gemms_.back();
+      Gemm& gemm = gemms_.back() = gemm_of_all(order);
       gemm.weight = static_cast<int32_t>(weight);
-      gemm.rows = {0, plan_.problem.m};
       gemm.input = buffer_;
       gemm.outputs = {{{Buffer::kOutput, 0, gemm.weight}}};
       gemm.map.mode = plan::RowMap::Mode::kGather;
       gemm.map.part_rows = static_cast<int32_t>(part_rows_);
       gemm.map.own_part = rank_;
-      gemm.order = list_.add_order(order);
-      gemm.end_tile = order.num_tiles();
-      gemm.ctas = ctas_beside(plan_, machine_);
       if (awaits_) continue;
       launches_.back() = plan::gather_launches(plan::gather_arrivals(plan_, order.tiles_n),
                                                plan_.cluster_m, gemm.ctas, machine_.sm_count);
     }
   }
 
-  const plan::Machine& machine_;
-  const Variant& variant_;
   const std::vector<Weight> weights_;
   bool computes_ = false;  // what has arrived
   bool awaits_ = false;    // the GEMMs wait for what arrives, one launch each
@@ -478,7 +454,6 @@ class Consume : GatherPlaces {
   std::vector<std::vector<plan::GatherLaunch>> launches_;
   std::vector<StepId> communicated_;
   std::vector<StepId> after_;
-  List list_;
   Levels levels_{plan_, list_};
 };
 

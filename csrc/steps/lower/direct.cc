@@ -11,19 +11,14 @@ constexpr int64_t kLowLatencyBytes = int64_t{1} << 22;
 constexpr int64_t kUnitBytes = 12;  // of the 16 that travel at a time: the data
 constexpr int64_t kLanes = 32;      // whole warps' units make a row that is finished
 
-class Direct {
+class Direct : Family {
  public:
   Direct(const plan::Plan& plan, int32_t rank, const plan::Machine& machine, const Variant& variant)
-      : plan_(plan),
-        rank_(rank),
-        machine_(machine),
-        variant_(variant),
-        ranks_(plan.problem.world_size),
-        all_reduces_(plan.problem.traits().all_reduces()),
+      : Family(plan, rank, machine, variant),
         sequential_(plan.schedule == plan::Schedule::kSequential),
         by_kernel_(!sequential_ && variant.compute == Compute::kKernel),
         pieces_(plan::direct_in_pieces(plan)),
-        bytes_(plan.problem.m * plan.problem.n * plan::moved_bytes(plan.problem)),
+        bytes_(plan.problem.m * row_bytes_),
         piece_bytes_(plan::direct_piece_bytes(plan)) {}
 
   StepList lower() {
@@ -88,7 +83,7 @@ class Direct {
   void compute_product() {
     list_.add_scratch(Buffer::kProduct, bytes_);
     const int64_t rows = plan_.problem.m;
-    if (variant_.compute == Compute::kCallers) {
+    if (callers_) {
       add_callers_kernel(plan_, rows, list_);
       list_.made.tiles.stores = Buffer::kProduct;
       list_.made.tiles.result = output().buffer;
@@ -96,29 +91,16 @@ class Direct {
     }
     // Neither GEMM waits for a peer.
     if (variant_.compute == Compute::kKernel) {
-      Gemm gemm = gemm_of_all();
+      Gemm gemm = gemm_of_all(plan::tile_order(plan_));
       gemm.outputs = {{{Buffer::kProduct}}};
       list_.add_unchained(Lane::kCaller, gemm);
       return;
     }
-    list_.add_unchained(Lane::kCaller,
-                        LibraryGemm{0, {0, rows}, {Buffer::kInput}, {{Buffer::kProduct}}});
-  }
-
-  // All rows, by the plan's kernel.
-  Gemm gemm_of_all() {
-    Gemm gemm;
-    const plan::TileOrder order = plan::tile_order(plan_);
-    gemm.rows = {0, plan_.problem.m};
-    gemm.input = {Buffer::kInput};
-    gemm.order = list_.add_order(order);
-    gemm.end_tile = order.num_tiles();
-    gemm.ctas = ctas_beside(plan_, machine_);
-    return gemm;
+    list_.add_unchained(Lane::kCaller, library_gemm({0, rows}, {Buffer::kProduct}));
   }
 
   void compute_and_send() {
-    Gemm gemm = gemm_of_all();
+    Gemm gemm = gemm_of_all(plan::tile_order(plan_));
     gemm.spread_ns = spread_ns(plan_, machine_);
     if (!pieces_) {
       gemm.outputs = {{output()}};
@@ -127,7 +109,7 @@ class Direct {
       gemm.map.mode = plan::RowMap::Mode::kSplit;
       gemm.map.part_tile_rows = plan::tiles_m(plan_) / ranks_;
       gemm.map.part_rows = static_cast<int32_t>(plan::part_rows(plan_));
-      gemm.map.first_part = (rank_ + 1) % ranks_;  // this rank's own part last
+      gemm.map.first_part = rank_after(1);  // this rank's own part last
       for (int32_t part = 0; part < ranks_; ++part) {
         gemm.outputs.push_back({part == rank_ ? own_output() : place(part, rank_)});
       }
@@ -138,7 +120,7 @@ class Direct {
   // Sends the framework's product, as the kernel would have stored it.
   void send() {
     for (int32_t distance = 1; distance < ranks_; ++distance) {
-      const int32_t peer = (rank_ + distance) % ranks_;
+      const int32_t peer = rank_after(distance);
       list_.add(Lane::kCaller, Copy{product(peer), place(peer, rank_), bytes_of(peer)});
     }
   }
@@ -182,18 +164,11 @@ class Direct {
     return (ranks_ - 1) * (in_pieces ? 2 * piece : bytes_);
   }
 
-  const plan::Plan& plan_;
-  const int32_t rank_;
-  const plan::Machine& machine_;
-  const Variant& variant_;
-  const int32_t ranks_;
-  const bool all_reduces_;
   const bool sequential_;  // the kernel that adds sends, too
   const bool by_kernel_;   // the plan's computes and stores where the sums are added
   const bool pieces_;      // each rank adds up one piece, not all
   const int64_t bytes_;
   const int64_t piece_bytes_;
-  List list_;
 };
 
 }  // namespace

@@ -79,7 +79,7 @@ class Exchange : AllToAllSteps {
 
   void compute_and_send() {
     for (int32_t distance = 1; distance < ranks_; ++distance) {
-      const int32_t peer = (rank_ + distance) % ranks_;
+      const int32_t peer = rank_after(distance);
       const bool by_nccl = too_long(send_rows(peer));
       compute(peer, by_nccl ? product_row(rows_for(peer).begin) : place(peer, rank_),
               machine_.sm_count);
@@ -92,10 +92,10 @@ class Exchange : AllToAllSteps {
     gemm.rows = {0, send_begin_.back()};
     gemm.input = {Buffer::kInput};
     gemm.map.mode = plan::RowMap::Mode::kRanges;
-    gemm.map.first_part = (rank_ + 1) % ranks_;
+    gemm.map.first_part = rank_after(1);
     std::vector<int32_t> heights;
     for (int32_t distance = 1; distance <= ranks_; ++distance) {
-      heights.push_back(tile_rows(send_rows((rank_ + distance) % ranks_)));
+      heights.push_back(tile_rows(send_rows(rank_after(distance))));
     }
     plan::TileOrder order = plan::chunked_order(plan_, plan_.problem.n, heights);
     order.parts = ranks_;
@@ -110,7 +110,7 @@ class Exchange : AllToAllSteps {
     gemm.sends_messages = true;
     gemm.ends_call = true;
     for (int32_t distance = 1; distance < ranks_; ++distance) {
-      const int32_t from = (rank_ + ranks_ - distance) % ranks_;
+      const int32_t from = rank_before(distance);
       if (receive_rows(from) == 0) continue;
       gemm.moves.push_back(
           {place(rank_, from), output_of(from), receive_rows(from) * row_bytes_, from});
@@ -127,8 +127,8 @@ class Exchange : AllToAllSteps {
   SendReceive long_messages() const {
     SendReceive messages = no_messages();
     for (int32_t distance = 1; distance < ranks_; ++distance) {
-      const int32_t to = (rank_ + distance) % ranks_;
-      const int32_t from = (rank_ + ranks_ - distance) % ranks_;
+      const int32_t to = rank_after(distance);
+      const int32_t from = rank_before(distance);
       if (too_long(send_rows(to))) {
         messages.sends.push_back({to, product_row(rows_for(to).begin), send_rows(to) * row_bytes_});
       }

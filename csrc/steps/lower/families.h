@@ -11,6 +11,63 @@ inline int32_t spread_ns(const plan::Plan& plan, const plan::Machine& machine) {
   return static_cast<int32_t>(1e3 * store_spread_us(plan, machine));
 }
 
+// One rank's lowering of a plan: what all families look at, and the list that they make.
+class Family {
+ public:
+  Family(const plan::Plan& plan, int32_t rank, const plan::Machine& machine, const Variant& variant)
+      : plan_(plan),
+        rank_(rank),
+        machine_(machine),
+        variant_(variant),
+        ranks_(plan.problem.world_size),
+        chunks_(static_cast<int32_t>(plan.chunks.size())),
+        all_reduces_(plan.problem.traits().all_reduces()),
+        peers_(plan::over_peers(plan)),
+        callers_(variant.compute == Compute::kCallers),
+        element_bytes_(plan::moved_bytes(plan.problem)),
+        row_bytes_(plan::moved_columns(plan.problem) * element_bytes_) {
+    list_.made.chunks = chunks_;
+  }
+
+ protected:
+  static size_t index(int32_t number) { return static_cast<size_t>(number); }
+  // The ranks so many places after this one, and before it.
+  int32_t rank_after(int32_t distance) const { return (rank_ + distance) % ranks_; }
+  int32_t rank_before(int32_t distance) const { return (rank_ + ranks_ - distance) % ranks_; }
+
+  // This rank's rows from this one on.
+  Where input(int64_t row) const {
+    return {Buffer::kInput, row * plan_.problem.k * plan::element_bytes(plan_.problem.dtype)};
+  }
+  LibraryGemm library_gemm(plan::Rows rows, Where output) const {
+    return {0, rows, input(rows.begin), {output}};
+  }
+  // The plan's kernel's, of all rows; where it stores is left to the family.
+  Gemm gemm_of_all(const plan::TileOrder& order) {
+    Gemm gemm;
+    gemm.rows = {0, plan_.problem.m};
+    gemm.input = {Buffer::kInput};
+    gemm.order = list_.add_order(order);
+    gemm.end_tile = order.num_tiles();
+    gemm.ctas = ctas_beside(plan_, machine_);
+    return gemm;
+  }
+  SendReceive no_messages() const { return {plan_.chunks[0].max_ctas, 0, {}, {}}; }
+
+  const plan::Plan& plan_;
+  const int32_t rank_;
+  const plan::Machine& machine_;
+  const Variant& variant_;
+  const int32_t ranks_;
+  const int32_t chunks_;
+  const bool all_reduces_;
+  const bool peers_;
+  const bool callers_;  // whose kernel computes
+  const int64_t element_bytes_;
+  const int64_t row_bytes_;  // of what travels
+  List list_;
+};
+
 // The families; what lower says holds for each.
 StepList lower_produce(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                        const Variant& variant);
@@ -18,7 +75,7 @@ StepList lower_consume(const plan::Plan& plan, int32_t rank, const plan::Machine
                        const Variant& variant);
 StepList lower_ring(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                     const Variant& variant);
-StepList lower_stripes(const plan::Plan& plan, int32_t rank,
+StepList lower_stripes(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                        const Variant& variant);  // checks callers' plans, too
 StepList lower_direct(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                       const Variant& variant);

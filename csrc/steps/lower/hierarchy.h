@@ -13,7 +13,6 @@
 //   copy     |                                                                             | wait | sums 0 of the clique
 #pragma once
 
-#include <utility>
 #include <vector>
 
 #include "steps/lower/callers.h"

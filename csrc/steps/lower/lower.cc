@@ -121,10 +121,10 @@ void check_callers(const plan::Plan& plan) {
   const plan::OpTraits op = plan.problem.traits();
   if (plan::has_program(plan)) {
     if (op.sums()) return;
-    throw std::invalid_argument(
-        std::string("a kernel of your own runs by programs of gemm_allreduce and "
-                    "gemm_reducescatter, not of ") +
-        plan::name(plan.problem.op) + ": take a plan whose chunks travel by its collective");
+    throw std::invalid_argument(std::string("a kernel of your own runs by programs of "
+                                            "gemm_allreduce and gemm_reducescatter, not of ") +
+                                plan::name(plan.problem.op) +
+                                ": take a plan whose chunks travel by its collective");
   }
   if (!plan::over_peers(plan) || op.gathers() || plan::hierarchical(plan) ||
       plan.collective == plan::Collective::kDirect || plan.collective == plan::Collective::kStripes)
@@ -149,7 +149,8 @@ StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine&
   if (plan.collective == plan::Collective::kDirect) {
     return lower_direct(plan, rank, machine, variant);
   }
-  if (plan.collective == plan::Collective::kStripes) return lower_stripes(plan, rank, variant);
+  if (plan.collective == plan::Collective::kStripes)
+    return lower_stripes(plan, rank, machine, variant);
   // A caller's kernel and one of NCCL's collectives are one chunk.
   if (plan.schedule == plan::Schedule::kSequential && (!callers || plan::over_peers(plan))) {
     return lower_sequential(plan, rank, variant);

@@ -13,27 +13,19 @@ namespace {
 // communication leave take some of them, and all SMs take the rest as soon as the GEMM has ended.
 constexpr int32_t kDefaultFinishCtas = std::numeric_limits<int32_t>::max();
 
-class Produce {
+class Produce : Family {
  public:
   Produce(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
           const Variant& variant)
-      : plan_(plan),
-        rank_(rank),
-        ctas_(ctas_beside(plan, machine)),
+      : Family(plan, rank, machine, variant),
         finish_ctas_(plan.resources.finish_ctas > 0 ? plan.resources.finish_ctas
                                                     : kDefaultFinishCtas),
-        variant_(variant),
         compute_(variant.compute),
-        chunks_(static_cast<int32_t>(plan.chunks.size())),
         row_parts_(plan::row_parts(plan)),
         packed_(plan.layout == plan::Layout::kPacked),
         exchanges_(plan.collective == plan::Collective::kExchange),
-        makes_product_(packed_ ? compute_ != Compute::kKernel
-                               : compute_ == Compute::kCallers && row_parts_ > 1),
-        element_bytes_(plan::moved_bytes(plan.problem)),
-        row_bytes_(plan.problem.n * element_bytes_),
-        operand_bytes_(plan::element_bytes(plan.problem.dtype)),
-        chunk_places_(plan, compute_ == Compute::kCallers),
+        makes_product_(packed_ ? compute_ != Compute::kKernel : callers_ && row_parts_ > 1),
+        chunk_places_(plan, callers_),
         rows_(chunk_places_.rows),
         extents_(chunk_places_.extents),
         buffer_(staging()) {
@@ -44,16 +36,15 @@ class Produce {
     list_.made.steps.reserve(
         index(chunks_ * (compute_ == Compute::kKernel ? 3 : 2 + row_parts_) + 3));
     list_.made.counters = chunks_;
-    list_.made.chunks = chunks_;
     const int64_t product_bytes = plan_.problem.m * row_bytes_;
-    const bool matrix = compute_ == Compute::kCallers && !packed_;
+    const bool matrix = callers_ && !packed_;
     if (buffer_ != Buffer::kOutput) {
       list_.add_scratch(buffer_, matrix ? product_bytes : staging_bytes(plan_));
     }
     if (makes_product_) list_.add_scratch(Buffer::kProduct, product_bytes);
     if (!levels_) list_.add_communicators(plan_);
     if (levels_) levels_->prepare();
-    bool copies = plan::over_peers(plan_) && plan_.problem.traits().all_reduces();
+    bool copies = peers_ && all_reduces_;
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) copies = copies || finishes(chunk);
     list_.add(Lane::kCaller,
               Fork{levels_ ? levels_->levels().side_lanes() : plan_.resources.lanes, copies});
@@ -61,12 +52,11 @@ class Produce {
     begin();
     levels_ ? communicate_in_levels() : communicate_chunks();
     list_.add(Lane::kCaller, Join{});
-    if (plan::over_peers(plan_)) list_.add(Lane::kCaller, EndCall{});
+    if (peers_) list_.add(Lane::kCaller, EndCall{});
     return std::move(list_.made);
   }
 
  private:
-  static size_t index(int32_t chunk) { return static_cast<size_t>(chunk); }
   Lane side(int32_t chunk) const {
     return levels_ ? Lane::kSide0 : side_lane(chunk % plan_.resources.lanes);
   }
@@ -81,7 +71,7 @@ class Produce {
 
   // A chunk is on its way within cliques while the one before it crosses between them.
   void communicate_in_levels() {
-    if (plan::over_peers(plan_)) list_.add(Lane::kSide0, WaitForSlots{});
+    if (peers_) list_.add(Lane::kSide0, WaitForSlots{});
     for (int32_t chunk = 0; chunk <= chunks_; ++chunk) {
       if (chunk < chunks_) {
         complete(chunk);
@@ -99,14 +89,13 @@ class Produce {
   // Where chunks are communicated. A caller's kernel stores where sums are added up: in the output, or a window.
   Buffer staging() const {
     const Buffer staging = staging_of(plan_, variant_, extents_);
-    const bool in_output =
-        compute_ == Compute::kCallers && !packed_ && row_parts_ == 1 && staging != Buffer::kWindow;
+    const bool in_output = callers_ && !packed_ && row_parts_ == 1 && staging != Buffer::kWindow;
     return in_output || communicates_in_place(plan_) ? Buffer::kOutput : staging;
   }
 
   // Computes, or launches, before any chunk is complete.
   void begin() {
-    if (packed_ || compute_ == Compute::kKernel) list_.add_order(plan::tile_order(plan_));
+    if (packed_ && compute_ != Compute::kKernel) list_.add_order(plan::tile_order(plan_));
     switch (compute_) {
       case Compute::kKernel:
         return launch();
@@ -121,9 +110,7 @@ class Produce {
   }
 
   void launch() {
-    Gemm gemm;
-    gemm.rows = {0, plan_.problem.m};
-    gemm.input = {Buffer::kInput};
+    Gemm gemm = gemm_of_all(plan::tile_order(plan_));
     gemm.outputs = {{{buffer_}}};
     gemm.term = exchanges_ ? rank_ : 0;
     gemm.terms = exchanges_ ? plan::buffer_parts(plan_) : 1;
@@ -131,8 +118,6 @@ class Produce {
       gemm.map.mode = plan::RowMap::Mode::kScatter;
       gemm.map.part_rows = static_cast<int32_t>(plan::part_rows(plan_));
     }
-    gemm.end_tile = list_.made.orders[0].num_tiles();
-    gemm.ctas = ctas_;
     gemm.counts = true;
     list_.add(Lane::kCaller, gemm);
   }
@@ -140,7 +125,7 @@ class Produce {
   void launch_callers() {
     list_.made.tiles.stores = makes_product_ ? Buffer::kProduct : buffer_;
     if (packed_) {
-      callers_.assign(list_.made.orders[0]);
+      tiles_.assign(list_.made.orders[0]);
     } else {
       std::vector<Claim> claims;
       for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
@@ -148,13 +133,9 @@ class Produce {
           claims.push_back({rows_of(chunk, part), chunk});
         }
       }
-      callers_.assign(plan_.problem.m, claims, true);
+      tiles_.assign(plan_.problem.m, claims, true);
     }
     list_.add(Lane::kCaller, CallersKernel{true, false});
-  }
-
-  LibraryGemm library_gemm(plan::Rows rows, Where output) const {
-    return {0, rows, {Buffer::kInput, rows.begin * plan_.problem.k * operand_bytes_}, {output}};
   }
 
   // Until the chunk lies where it is communicated.
@@ -167,7 +148,7 @@ class Produce {
         list_.add_held(side(chunk), Mark{chunk}, {compute(chunk)});
         return;
       case Compute::kCallers:
-        callers_.wait(side(chunk), chunk);
+        tiles_.wait(side(chunk), chunk);
         if (makes_product_) gather(chunk);
         return;
     }
@@ -270,27 +251,18 @@ class Produce {
     return whole && buffer_ != Buffer::kWindow ? output(chunk) : place(chunk, rank_);
   }
 
-  const plan::Plan& plan_;
-  const int32_t rank_;
-  const int32_t ctas_;
   const int32_t finish_ctas_;
-  const Variant& variant_;
   const Compute compute_;
-  const int32_t chunks_;
   const int32_t row_parts_;
   const bool packed_;
   const bool exchanges_;
   const bool makes_product_;  // a matrix, of which chunks are then gathered
-  const int64_t element_bytes_;
-  const int64_t row_bytes_;
-  const int64_t operand_bytes_;
   const ChunkPlaces chunk_places_;
   const std::vector<plan::Rows>& rows_;
   const std::vector<plan::Extent>& extents_;
   const Buffer buffer_;
-  List list_;
   std::optional<HierarchicalReduction> levels_;
-  CallersTiles callers_ = {plan_, list_};
+  CallersTiles tiles_ = {plan_, list_};
 };
 
 }  // namespace

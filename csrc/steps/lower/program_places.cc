@@ -5,7 +5,6 @@
 // reads it. So nobody waits for room, and no rank touches another's memory except slots.
 #include <algorithm>
 #include <bit>
-#include <utility>
 
 #include "steps/lower/program_builder.h"
 

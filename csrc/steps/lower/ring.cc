@@ -8,25 +8,18 @@
 namespace overlap::steps {
 namespace {
 
-class Ring {
+class Ring : Family {
  public:
   Ring(const plan::Plan& plan, int32_t rank, const plan::Machine& machine, const Variant& variant)
-      : plan_(plan),
-        rank_(rank),
-        machine_(machine),
-        variant_(variant),
-        ranks_(plan.problem.world_size),
-        sends_on_(plan.problem.traits().all_reduces()),
+      : Family(plan, rank, machine, variant),
         owners_(plan.collective == plan::Collective::kOwners),
         part_rows_(plan::part_rows(plan)),
-        row_bytes_(plan.problem.n * plan::moved_bytes(plan.problem)),
         part_bytes_(part_rows_ * row_bytes_),
         part_tile_rows_(plan::tiles_m(plan) / ranks_),
         part_tiles_(static_cast<int64_t>(part_tile_rows_) * plan::tiles_n(plan)) {}
 
   StepList lower() {
-    list_.made.chunks = static_cast<int32_t>(plan_.chunks.size());
-    list_.add_slot(plan::peer_slot_bytes(plan_), sends_on_ || ranks_ == 2);
+    list_.add_slot(plan::peer_slot_bytes(plan_), all_reduces_ || ranks_ == 2);
     list_.add(Lane::kCaller, WaitForSlots{});
     list_.communicates = 0;
     if (variant_.compute == Compute::kKernel) {
@@ -34,13 +27,13 @@ class Ring {
     } else {
       list_.add_scratch(Buffer::kPartial, part_bytes_);
       for (int32_t phase = 0; phase < ranks_; ++phase) compute_by_library(phase);
-      if (sends_on_) collect();
+      if (all_reduces_) collect();
       list_.communicates = -1;
       list_.add(Lane::kCaller, EndCall{});
     }
     list_.communicates = -1;
     if (variant_.bias) {
-      const int64_t rows = sends_on_ ? plan_.problem.m : part_rows_;
+      const int64_t rows = all_reduces_ ? plan_.problem.m : part_rows_;
       list_.add(Lane::kCaller, AddTerms{{Buffer::kOutput}, {Buffer::kOutput}, rows, 0});
     }
     return std::move(list_.made);
@@ -56,7 +49,7 @@ class Ring {
     return (rows.end - rows.begin) * row_bytes_;
   }
 
-  Where own_part() const { return {Buffer::kOutput, sends_on_ ? rank_ * part_bytes_ : 0}; }
+  Where own_part() const { return {Buffer::kOutput, all_reduces_ ? rank_ * part_bytes_ : 0}; }
 
   // Parts in a slot before the finished ones: one of each phase but the last, or of each rank.
   int32_t parts_before() const { return owners_ ? ranks_ : ranks_ - 1; }
@@ -90,27 +83,22 @@ class Ring {
   }
 
   void launch() {
-    Gemm gemm;
-    gemm.rows = {0, plan_.problem.m};
-    gemm.input = {Buffer::kInput};
-    gemm.outputs.resize(static_cast<size_t>(ranks_));
+    const int32_t round_rows = plan::ring_round_rows(plan_);
+    Gemm gemm =
+        gemm_of_all(plan::ring_order(ranks_, part_tile_rows_, plan::tiles_n(plan_), round_rows));
+    gemm.outputs.resize(index(ranks_));
     for (int32_t phase = 0; phase < ranks_; ++phase) {
-      gemm.outputs[static_cast<size_t>(part_of(phase))] = target(phase);
+      gemm.outputs[index(part_of(phase))] = target(phase);
     }
     gemm.map.mode = plan::RowMap::Mode::kSplit;
     gemm.map.part_rows = static_cast<int32_t>(part_rows_);
     gemm.map.part_tile_rows = part_tile_rows_;
     gemm.map.first_part = part_of(0);
     gemm.map.part_step = ranks_ - 1;
-    gemm.map.round_tile_rows = plan::ring_round_rows(plan_);
-    const plan::TileOrder order =
-        plan::ring_order(ranks_, part_tile_rows_, plan::tiles_n(plan_), gemm.map.round_tile_rows);
-    gemm.order = list_.add_order(order);
-    gemm.end_tile = order.num_tiles();
-    gemm.ctas = ctas_beside(plan_, machine_);
-    if (sends_on_) {
+    gemm.map.round_tile_rows = round_rows;
+    if (all_reduces_) {
       for (int32_t distance = 1; distance < ranks_; ++distance) {
-        gemm.mirrors.push_back(finished((rank_ + distance) % ranks_, rank_));
+        gemm.mirrors.push_back(finished(rank_after(distance), rank_));
       }
       gemm.arriving = finished(rank_, 0);
     }
@@ -119,7 +107,7 @@ class Ring {
     gemm.announces = true;
     gemm.spread_ns = spread_ns(plan_, machine_);
     gemm.ends_call = true;
-    if (sends_on_) {
+    if (all_reduces_) {
       list_.add_held(Lane::kCaller, gemm);
     } else {
       list_.add(Lane::kCaller, gemm);
@@ -132,12 +120,10 @@ class Ring {
     Target target = this->target(phase);
     if (owners_ && last) target = {term(rank_, rank_)};
     const Where place = last ? target.where : Where{Buffer::kPartial};
-    const int64_t input_row_bytes = plan_.problem.k * plan::element_bytes(plan_.problem.dtype);
     list_.communicates = -1;
-    const plan::Rows rows = plan::rows_of_part(plan_, part);
-    list_.add(
-        Lane::kCaller,
-        LibraryGemm{0, rows, {Buffer::kInput, rows.begin * input_row_bytes}, {place, target.adds}});
+    LibraryGemm gemm = library_gemm(plan::rows_of_part(plan_, part), place);
+    gemm.output.adds = target.adds;
+    list_.add(Lane::kCaller, gemm);
     list_.communicates = 0;
     if (last) {
       if (owners_) add_terms();
@@ -177,7 +163,7 @@ class Ring {
   // Does the kernel's own work on final tiles.
   void collect() {
     for (int32_t distance = 1; distance < ranks_; ++distance) {
-      const Copy copy = {own_part(), finished((rank_ + distance) % ranks_, rank_), bytes_of(rank_)};
+      const Copy copy = {own_part(), finished(rank_after(distance), rank_), bytes_of(rank_)};
       if (distance == 1) {
         list_.add_held(Lane::kCaller, copy);
       } else {
@@ -188,25 +174,17 @@ class Ring {
     for (int32_t distance = 1; distance < ranks_; ++distance) {
       list_.add(Lane::kCaller,
                 MeetTiles{first, first + (distance - 1) * part_tiles_, part_tiles_, distance});
-      const int32_t part = (rank_ + ranks_ - distance) % ranks_;
+      const int32_t part = rank_before(distance);
       list_.add(Lane::kCaller,
                 Copy{finished(rank_, part), {Buffer::kOutput, part * part_bytes_}, bytes_of(part)});
     }
   }
 
-  const plan::Plan& plan_;
-  const int32_t rank_;
-  const plan::Machine& machine_;
-  const Variant& variant_;
-  const int32_t ranks_;
-  const bool sends_on_;
   const bool owners_;
   const int64_t part_rows_;
-  const int64_t row_bytes_;  // of the product
   const int64_t part_bytes_;
   const int32_t part_tile_rows_;
   const int64_t part_tiles_;
-  List list_;
 };
 
 }  // namespace

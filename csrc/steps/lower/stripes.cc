@@ -20,22 +20,12 @@
 namespace overlap::steps {
 namespace {
 
-class Stripes {
+class Stripes : Family {
  public:
-  Stripes(const plan::Plan& plan, int32_t rank, const Variant& variant)
-      : plan_(plan),
-        rank_(rank),
-        variant_(variant),
-        ranks_(plan.problem.world_size),
-        chunks_(static_cast<int32_t>(plan.chunks.size())),
-        all_reduces_(plan.problem.traits().all_reduces()),
-        peers_(plan::over_peers(plan)),
-        callers_(variant.compute == Compute::kCallers),
-        row_bytes_(plan.problem.n * plan::moved_bytes(plan.problem)) {}
+  using Family::Family;
 
   StepList lower() {
     if (callers_) check_callers();
-    list_.made.chunks = chunks_;
     if (peers_) {
       // A caller's terms lie in stripes.
       list_.add_slot(callers_ && !all_reduces_ ? 0 : plan::peer_slot_bytes(plan_));
@@ -117,11 +107,7 @@ class Stripes {
   }
 
   StepId multiply(plan::Rows of_part, int32_t part, Where output) {
-    const plan::Rows rows = rows_of(of_part, part);
-    const int64_t input_row_bytes = plan_.problem.k * plan::element_bytes(plan_.problem.dtype);
-    return list_.add(
-        Lane::kCaller,
-        LibraryGemm{0, rows, {Buffer::kInput, rows.begin * input_row_bytes}, {output}});
+    return list_.add(Lane::kCaller, library_gemm(rows_of(of_part, part), output));
   }
 
   void compute(int32_t chunk) {
@@ -133,7 +119,7 @@ class Stripes {
       computed = list_.last();
     }
     for (int32_t distance = 1; distance < ranks_ && !callers_; ++distance) {
-      const int32_t peer = (rank_ + distance) % ranks_;
+      const int32_t peer = rank_after(distance);
       computed = multiply(rows, peer, peers_ ? term(peer, rank_, rows) : product(rows, peer));
     }
     list_.communicates = chunk;
@@ -155,13 +141,12 @@ class Stripes {
 
   // Adds up this rank's rows of the chunk. An all-reduce's sums go to all ranks.
   void finish(int32_t chunk) {
-    const auto index = static_cast<size_t>(chunk);
     // A rank that waits has computed its own terms: peers' come at about that time.
-    std::vector<StepId> after = {computed_[index]};
+    std::vector<StepId> after = {computed_[index(chunk)]};
     if (peers_) {
-      list_.add(Lane::kSide1, WaitForPeers{announced_[index]}, std::exchange(after, {}));
+      list_.add(Lane::kSide1, WaitForPeers{announced_[index(chunk)]}, std::exchange(after, {}));
     } else {
-      after.push_back(announced_[index]);
+      after.push_back(announced_[index(chunk)]);
     }
     const plan::Rows all = rows_in_part(chunk);
     const int64_t pieces = pieces_of(all);
@@ -199,7 +184,7 @@ class Stripes {
       return;
     }
     for (int32_t distance = 1; distance < ranks_; ++distance) {
-      const int32_t peer = (rank_ + distance) % ranks_;
+      const int32_t peer = rank_after(distance);
       const Copy copy = {output(rows, rank_), sums(peer, rank_, rows), bytes_of(rows, rank_)};
       last =
           list_.add(Lane::kSide2, copy, distance == 1 ? std::vector{last} : std::vector<StepId>{});
@@ -207,7 +192,7 @@ class Stripes {
     list_.add(Lane::kSide0, Signal{signals_}, {last});
     list_.add(Lane::kCopy, WaitForPeers{signals_++}, {last});
     for (int32_t distance = 1; distance < ranks_; ++distance) {
-      const int32_t part = (rank_ + ranks_ - distance) % ranks_;
+      const int32_t part = rank_before(distance);
       list_.add(Lane::kCopy,
                 Copy{sums(rank_, part, rows), output(rows, part), bytes_of(rows, part)});
     }
@@ -215,10 +200,10 @@ class Stripes {
 
   // Messages of these rows: terms to their owners, or sums to all.
   StepId exchange(plan::Rows rows, bool sums, StepId after) {
-    SendReceive messages = {plan_.chunks[0].max_ctas, 0, {}, {}};
+    SendReceive messages = no_messages();
     for (int32_t distance = 1; distance < ranks_; ++distance) {
-      const int32_t to = (rank_ + distance) % ranks_;
-      const int32_t from = (rank_ + ranks_ - distance) % ranks_;
+      const int32_t to = rank_after(distance);
+      const int32_t from = rank_before(distance);
       const int32_t sent = sums ? rank_ : to;
       const int32_t received = sums ? from : rank_;
       messages.sends.push_back(
@@ -229,26 +214,16 @@ class Stripes {
     return list_.add_held(Lane::kSide0, std::move(messages), {after});
   }
 
-  const plan::Plan& plan_;
-  const int32_t rank_;
-  const Variant& variant_;
-  const int32_t ranks_;
-  const int32_t chunks_;
-  const bool all_reduces_;
-  const bool peers_;    // else over gloo
-  const bool callers_;  // whose kernel computes
-  const int64_t row_bytes_;
-  int32_t signals_ = 0;           // all on one lane: their numbers only grow
-  std::vector<StepId> computed_;  // of each chunk
-  std::vector<int32_t>
-      announced_;  // of each chunk the signal's number, or the step of its messages
-  List list_;
+  int32_t signals_ = 0;             // all on one lane: their numbers only grow
+  std::vector<StepId> computed_;    // of each chunk
+  std::vector<int32_t> announced_;  // of each: the signal's number, or the step of its messages
 };
 
 }  // namespace
 
-StepList lower_stripes(const plan::Plan& plan, int32_t rank, const Variant& variant) {
-  return Stripes(plan, rank, variant).lower();
+StepList lower_stripes(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                       const Variant& variant) {
+  return Stripes(plan, rank, machine, variant).lower();
 }
 
 }  // namespace overlap::steps
