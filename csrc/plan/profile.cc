@@ -12,7 +12,6 @@
 #include <set>
 #include <stdexcept>
 #include <string_view>
-#include <utility>
 #include <variant>
 
 #include "plan/profile_fields.h"

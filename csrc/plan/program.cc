@@ -108,12 +108,7 @@ class Check {
       fail(within ? "it stays within a rank: take the way copy"
                   : "it goes to another rank: take the way push or pull");
     }
-    const bool overlaps = within && from.memory == to.memory &&
-                          from.area.row < to.area.row + to.area.rows &&
-                          to.area.row < from.area.row + from.area.rows &&
-                          from.area.column < to.area.column + to.area.columns &&
-                          to.area.column < from.area.column + from.area.columns;
-    if (overlaps) {
+    if (within && from.memory == to.memory && from.area.overlaps(to.area)) {
       fail("its source and destination overlap in ", text(to), ": copy by way of scratch memory");
     }
     const bool remote_engine = one_.by == Engine::kCopyEngine || one_.by == Engine::kSms;

@@ -35,6 +35,10 @@ struct Rectangle {
   int64_t column = 0;
   int64_t columns = 0;
 
+  bool overlaps(const Rectangle& other) const {
+    return row < other.row + other.rows && other.row < row + rows &&
+           column < other.column + other.columns && other.column < column + columns;
+  }
   friend bool operator==(const Rectangle&, const Rectangle&) = default;
 };
 inline constexpr int64_t kMessageShares = 64;

@@ -4,8 +4,6 @@
 #include <utility>
 
 #include "plan/templates.h"
-#include "planner/apportion.h"
-#include "planner/kernel_choice.h"
 #include "steps/price/costs.h"
 #include "steps/price/price.h"
 

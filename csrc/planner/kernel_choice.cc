@@ -1,4 +1,4 @@
-#include "planner/kernel_choice.h"
+#include "planner/candidates.h"
 
 #include <algorithm>
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "plan/templates.h"
-#include "planner/apportion.h"
+#include "planner/candidates.h"
 #include "planner/planner.h"
 #include "steps/list/step.h"
 #include "steps/price/costs.h"

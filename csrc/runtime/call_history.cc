@@ -9,6 +9,8 @@
 #include <mutex>
 #include <sstream>
 #include <thread>
+#include <type_traits>
+#include <utility>
 
 namespace overlap::runtime {
 namespace {
@@ -22,6 +24,20 @@ constexpr std::chrono::seconds kPatience{2};
 
 std::vector<uint8_t> bytes_of(const std::string& text) {
   return {text.begin(), text.end()};
+}
+
+// The answer of a thread of its own, which asks the store; none where the store is gone or hangs.
+template <typename Ask>
+std::optional<std::invoke_result_t<Ask>> answer_in_time(Ask ask) {
+  std::packaged_task<std::invoke_result_t<Ask>()> task(std::move(ask));
+  auto answer = task.get_future();
+  std::thread(std::move(task)).detach();
+  try {
+    if (answer.wait_for(kPatience) == std::future_status::ready) return answer.get();
+  } catch (const std::exception&) {
+    // The store is gone.
+  }
+  return std::nullopt;
 }
 
 // A call's place in a rank's calls, and the hash of all up to there.
@@ -262,55 +278,42 @@ std::optional<std::string> CallHistory::look() {
     state_->seen = state_->log.calls();
     if (state_->quiet > kQuietPeriods || state_->asking.exchange(true)) return std::nullopt;
   }
-  std::thread([state = state_] {
-    try {
-      state->ask();
-    } catch (const std::exception&) {
-      state->gone = true;  // deadlines still report
-    }
-    state->asking = false;
-  }).detach();
+  begin(&State::ask);
   return std::nullopt;
 }
 
 void CallHistory::publish() {
-  if (state_->asking.exchange(true)) return;  // it does that first
-  std::thread([state = state_] {
+  if (!state_->asking.exchange(true)) begin(&State::publish);  // else it does that first
+}
+
+void CallHistory::begin(void (State::*work)()) {
+  std::thread([state = state_, work] {
     try {
-      state->publish();
+      (*state.*work)();
     } catch (const std::exception&) {
-      state->gone = true;
+      state->gone = true;  // deadlines still report
     }
     state->asking = false;
   }).detach();
 }
 
 void CallHistory::abandon(const std::string& text) {
-  std::packaged_task<void()> tell([state = state_, text] {
+  (void)answer_in_time([state = state_, text] {
     state->bootstrap.set(state->prefix + "/abandoned", bytes_of(text));
+    return true;
   });
-  const std::future<void> told = tell.get_future();
-  std::thread(std::move(tell)).detach();
-  (void)told.wait_for(kPatience);
 }
 
 std::optional<std::string> CallHistory::abandoned() {
-  std::packaged_task<std::optional<std::string>()> ask([state = state_] {
+  const auto answer = answer_in_time([state = state_] {
     const std::string name = state->prefix + "/abandoned";
     return state->bootstrap.has(name) ? std::optional(state->read(name)) : std::nullopt;
   });
-  std::future<std::optional<std::string>> answer = ask.get_future();
-  std::thread(std::move(ask)).detach();
-  try {
-    if (answer.wait_for(kPatience) == std::future_status::ready) return answer.get();
-  } catch (const std::exception&) {
-    // The store is gone.
-  }
-  return std::nullopt;
+  return answer.value_or(std::nullopt);
 }
 
 std::string CallHistory::describe_peers() {
-  std::packaged_task<std::string()> ask([state = state_] {
+  const auto answer = answer_in_time([state = state_] {
     std::string text;
     for (int peer = 0; peer < state->world_size; ++peer) {
       if (peer == state->rank) continue;
@@ -324,14 +327,7 @@ std::string CallHistory::describe_peers() {
     }
     return text;
   });
-  std::future<std::string> answer = ask.get_future();
-  std::thread(std::move(ask)).detach();
-  try {
-    if (answer.wait_for(kPatience) == std::future_status::ready) return answer.get();
-  } catch (const std::exception&) {
-    // Said below.
-  }
-  return "unknown, as the store does not answer";
+  return answer.value_or("unknown, as the store does not answer");
 }
 
 }  // namespace overlap::runtime

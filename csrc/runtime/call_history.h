@@ -4,15 +4,23 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "plan/plan.h"
-#include "runtime/bootstrap.h"
 
 namespace overlap::runtime {
+
+// How ranks exchange bytes before they have a communicator: the process group's store.
+struct Bootstrap {
+  std::function<void(const std::string& key, const std::vector<uint8_t>& value)> set;
+  std::function<std::vector<uint8_t>(const std::string& key)> get;  // of a key that is there
+  std::function<bool(const std::string& key)> has;
+  std::function<void(const std::string& key)> remove;
+};
 
 // The calls of one rank, numbered from 1. Not thread-safe.
 class CallLog {
@@ -76,6 +84,9 @@ class CallHistory {
 
  private:
   struct State;
+  // Begins what only one thread does at a time, and asks the store.
+  void begin(void (State::*work)());
+
   std::shared_ptr<State> state_;  // shared with the thread that asks the store
 };
 

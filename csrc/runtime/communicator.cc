@@ -138,12 +138,6 @@ ncclWindow_t Communicator::register_window(void* pointer, size_t bytes) {
   return result == ncclSuccess ? window : nullptr;
 }
 
-void Communicator::deregister_window(ncclWindow_t window) {
-  const std::lock_guard<std::timed_mutex> lock(mutex_);
-  if (aborted_ || window == nullptr) return;
-  check_nccl(ncclCommWindowDeregister(comm_, window), "ncclCommWindowDeregister");
-}
-
 std::optional<std::string> Communicator::async_error() {
   // A thread that is in a call sees the error itself.
   const std::unique_lock<std::timed_mutex> lock(mutex_, std::try_to_lock);

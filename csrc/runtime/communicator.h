@@ -67,7 +67,6 @@ class Communicator {
   // and slow, so once per buffer. Null where NCCL cannot; it then takes its plain
   // kernels for this memory.
   ncclWindow_t register_window(void* pointer, size_t bytes);
-  void deregister_window(ncclWindow_t window);
 
   // An error that NCCL met asynchronously.
   std::optional<std::string> async_error();

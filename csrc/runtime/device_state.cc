@@ -116,9 +116,8 @@ void DeviceState::check_closed() const {
   if (!open) return;
   throw Error(
       "overlap_torch: an op was called inside `with overlap_torch.produce(...)` or `consume(...)`, "
-      "or "
-      "in an attention's kernel, on the same device; launch the job's kernel there, and call ops "
-      "before or after it");
+      "or in an attention's kernel, on the same device; launch the job's kernel there, and call "
+      "ops before or after it");
 }
 
 void DeviceState::chain(cudaStream_t stream, std::optional<unsigned long long> capture) {

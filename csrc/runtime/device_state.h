@@ -5,12 +5,13 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <cstddef>
 #include <deque>
 #include <mutex>
 #include <optional>
-#include <string>
 
 #include "plan/tile_order.h"
+#include "runtime/error.h"
 
 namespace overlap::runtime {
 
@@ -45,6 +46,35 @@ class Stream {
 
  private:
   cudaStream_t stream_ = nullptr;
+};
+
+// Device memory for the length of a scope. Stream-ordered: cudaFree would wait for the whole device, where a
+// foreign collective may be waiting for a peer that waits for this rank.
+class Scratch {
+ public:
+  Scratch(size_t bytes, cudaStream_t stream) : stream_(stream) {
+    check_cuda(cudaMallocAsync(&pointer_, bytes, stream), "cudaMallocAsync");
+  }
+  ~Scratch() { cudaFreeAsync(pointer_, stream_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  void* get() const { return pointer_; }
+
+ private:
+  void* pointer_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+};
+
+// While it lives, this thread's calls may come between another's capture, or its own: none of them is part of it.
+class LetCapturesBe {
+ public:
+  LetCapturesBe() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~LetCapturesBe() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  LetCapturesBe(const LetCapturesBe&) = delete;
+  LetCapturesBe& operator=(const LetCapturesBe&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
 // The id of the capture that `stream` is part of.

@@ -1,4 +1,4 @@
-#include "runtime/enqueue.h"
+#include "runtime/run_state.h"
 
 #include "kernels/peer/interpreter.h"
 #include "kernels/peer/peer_collective.h"

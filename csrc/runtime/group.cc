@@ -6,9 +6,8 @@
 #include <thread>
 
 #include "plan/seconds.h"
+#include "runtime/device_state.h"
 #include "runtime/error.h"
-#include "runtime/let_captures_be.h"
-#include "runtime/scratch.h"
 
 namespace overlap::runtime {
 namespace {
@@ -107,11 +106,11 @@ Communicator& Group::communicator(CommunicatorKey key, bool capturing) {
     return *found->second;
   }
   if (capturing) {
-    throw Error("overlap_torch: group '" + options_.name + "' has no communicator with " +
-                (key.max_ctas == 0 ? std::string("NCCL's own") : std::to_string(key.max_ctas)) +
-                " CTAs, and none can be made while a CUDA graph is captured. Call the op once with "
-                "the same shapes, "
-                "dtype and group before the capture (torch.cuda.graph's warm-up).");
+    throw Error(
+        "overlap_torch: group '" + options_.name + "' has no communicator with " +
+        (key.max_ctas == 0 ? std::string("NCCL's own") : std::to_string(key.max_ctas)) +
+        " CTAs, and none can be made while a CUDA graph is captured. Call the op once with the "
+        "same shapes, dtype and group before the capture (torch.cuda.graph's warm-up).");
   }
   return make_communicator(key, unique_id(key));
 }
@@ -255,12 +254,11 @@ std::unique_ptr<Staging> Group::make_staging(int64_t bytes) {
   } catch (const Error& error) {
     why = error.what();
   }
-  const auto answer = static_cast<uint8_t>(made != nullptr);
-  const std::vector<uint8_t> answers = all_gather_bytes({answer, answer});
+  const std::vector<uint16_t> answers = all_gather(static_cast<uint16_t>(made != nullptr));
   const auto missing = std::find(answers.begin(), answers.end(), 0);
   if (missing == answers.end()) return made;
   throw Error("overlap_torch: group '" + options_.name + "': rank " +
-              std::to_string((missing - answers.begin()) / 2) + " cannot allocate " +
+              std::to_string(missing - answers.begin()) + " cannot allocate " +
               std::to_string(bytes >> 20) + " MiB that NCCL reaches" +
               (why.empty() ? "" : " (" + why + ")") +
               ". Free some (torch.cuda.empty_cache() gives back what PyTorch keeps), or set plans "
@@ -273,8 +271,7 @@ void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bo
       throw Error("overlap_torch: group '" + options_.name +
                   "' has no registered staging memory of " + std::to_string(bytes) +
                   " bytes, and none can be registered while a CUDA graph is captured. Call the op "
-                  "once with the same "
-                  "shapes before the capture.");
+                  "once with the same shapes before the capture.");
     }
     int64_t rounded = int64_t{1} << 21;
     while (rounded < bytes) rounded *= 2;
@@ -296,24 +293,22 @@ Peers& Group::peers(const plan::Plan& plan, int64_t slot_bytes, bool capturing,
                     int64_t stripe_bytes) {
   const int ranks = peers_ == nullptr ? 1 : peers_->clique().count;
   if (ranks != 1 && ranks != plan::peer_ranks(plan)) {
-    throw Error(
-        "overlap_torch: group '" + options_.name + "' runs a plan in which " +
-        std::to_string(plan::peer_ranks(plan)) + " ranks map each other's memory, but " +
-        std::to_string(ranks) +
-        " of its ranks do: set a plan with the collective hierarchical for hosts of so many "
-        "ranks, or with the transport nccl.");
+    throw Error("overlap_torch: group '" + options_.name + "' runs a plan in which " +
+                std::to_string(plan::peer_ranks(plan)) + " ranks map each other's memory, but " +
+                std::to_string(ranks) +
+                " of its ranks do: set a plan with the collective hierarchical for hosts of so "
+                "many ranks, or with the transport nccl.");
   }
   return peers(slot_bytes, capturing, stripe_bytes);
 }
 
 Peers& Group::peers(int64_t slot_bytes, bool capturing, int64_t stripe_bytes) {
   if (peers_ == nullptr) {
-    throw Error(
-        "overlap_torch: group '" + options_.name +
-        "' runs a plan with the transport peer, but its ranks cannot map each other's memory "
-        "(CUDA IPC): they are on different hosts, share a process, their devices have no peer "
-        "access, or one of them has OVERLAP_PEERS=0 or NCCL_P2P_DISABLE=1. Set a plan with the "
-        "transport nccl.");
+    throw Error("overlap_torch: group '" + options_.name +
+                "' runs a plan with the transport peer, but its ranks cannot map each other's "
+                "memory (CUDA IPC): they are on different hosts, share a process, their devices "
+                "have no peer access, or one of them has OVERLAP_PEERS=0 or NCCL_P2P_DISABLE=1. "
+                "Set a plan with the transport nccl.");
   }
   const bool stripes = stripe_bytes > 0;
   if (capturing && (!peers_->fits(slot_bytes) || (stripes && !peers_->has_stripes(stripe_bytes)))) {
@@ -331,12 +326,7 @@ int64_t Group::longest_message(int64_t own_bytes, bool capturing) {
   own_longest_message_ = std::max(own_longest_message_, own_bytes);
   if (capturing || !std::has_single_bit(++message_calls_)) return longest_message_;
   check();
-  std::vector<uint8_t> own(sizeof(int64_t));
-  std::memcpy(own.data(), &own_longest_message_, own.size());
-  const std::vector<uint8_t> all = all_gather_bytes(own);
-  for (size_t at = 0; at < all.size(); at += own.size()) {
-    int64_t theirs = 0;
-    std::memcpy(&theirs, all.data() + at, sizeof(theirs));
+  for (const int64_t theirs : all_gather(own_longest_message_)) {
     longest_message_ = std::max(longest_message_, theirs);
   }
   return longest_message_;

@@ -5,7 +5,6 @@
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <compare>
@@ -22,7 +21,6 @@
 #include "kernels/signal/signal.h"
 #include "plan/agreement.h"
 #include "plan/plan.h"
-#include "runtime/bootstrap.h"
 #include "runtime/call_history.h"
 #include "runtime/communicator.h"
 #include "runtime/device_state.h"
@@ -202,6 +200,10 @@ class Group {
   // Every rank's bytes, as many from each (rounded up to an even number), in rank order. Collective,
   // and blocks.
   std::vector<uint8_t> all_gather_bytes(const std::vector<uint8_t>& own);
+  template <typename Value>
+  std::vector<Value> all_gather(const Value& own) {
+    return all_gather_values([this](const auto& bytes) { return all_gather_bytes(bytes); }, own);
+  }
   std::string id_key(CommunicatorKey key) const;
   Communicator& make_communicator(CommunicatorKey key, const ncclUniqueId& id);
   std::optional<std::string> wait_failure();

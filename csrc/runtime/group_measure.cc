@@ -1,12 +1,11 @@
 // A group measures and agrees when it is made: on its links, its peers' memory, its ranks' machines.
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 
 #include "plan/agreement.h"
+#include "runtime/device_state.h"
 #include "runtime/error.h"
 #include "runtime/group.h"
-#include "runtime/scratch.h"
 
 namespace overlap::runtime {
 namespace {
@@ -80,12 +79,11 @@ void Group::measure_link() {
 
 // Finds out which ranks map each other's memory, and how fast copies into it are.
 void Group::measure_peers() {
-  const auto all_gather = [this](const std::vector<uint8_t>& own) { return all_gather_bytes(own); };
-  const auto wanted = static_cast<uint8_t>(options_.peers);
-  const std::vector<uint8_t> all = all_gather({wanted, wanted});
-  clique_ = find_clique(all_gather, options_.rank, kernels::kMaxPeers);
-  if (std::find(all.begin(), all.end(), 0) != all.end()) return;
-  peers_ = Peers::make(all_gather, clique_, device_.side[0].get());
+  const ByteAllGather bytes = [this](const auto& own) { return all_gather_bytes(own); };
+  const std::vector<uint16_t> wanted = all_gather(static_cast<uint16_t>(options_.peers));
+  clique_ = find_clique(bytes, options_.rank, kernels::kMaxPeers);
+  if (std::find(wanted.begin(), wanted.end(), 0) != wanted.end()) return;
+  peers_ = Peers::make(bytes, clique_, device_.side[0].get());
   if (peers_ == nullptr) return;
   try {
     peers_->reserve(kCopiedBytes);
@@ -168,15 +166,8 @@ void Group::measure_across() {
 
 // The least of all ranks' numbers. Collective.
 float Group::least_of_all(float number) {
-  std::vector<uint8_t> bytes(sizeof(number));
-  std::memcpy(bytes.data(), &number, sizeof(number));
-  bytes = all_gather_bytes(bytes);
-  for (size_t at = 0; at < bytes.size(); at += sizeof(number)) {
-    float theirs = 0.0f;
-    std::memcpy(&theirs, bytes.data() + at, sizeof(theirs));
-    number = std::min(number, theirs);
-  }
-  return number;
+  const std::vector<float> all = all_gather(number);
+  return *std::min_element(all.begin(), all.end());
 }
 
 // Ranks that plan differently wait for each other until their deadline. Power limits, drivers and clocks may differ: all
@@ -186,14 +177,7 @@ void Group::agree_on_machine() {
   check_nccl(ncclGetVersion(&nccl_version), "ncclGetVersion");
   const plan::RankFacts own =
       plan::facts_of(machine_, nccl_version, plan::kSourceHash, options_.serial);
-  std::vector<uint8_t> bytes(sizeof(own));
-  std::memcpy(bytes.data(), &own, sizeof(own));
-  bytes = all_gather_bytes(bytes);
-  std::vector<plan::RankFacts> all(static_cast<size_t>(options_.world_size));
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    std::memcpy(&all[rank], bytes.data() + rank * sizeof(own), sizeof(own));
-  }
-  const plan::Agreement agreed = plan::agree(machine_, all);
+  const plan::Agreement agreed = plan::agree(machine_, all_gather(own));
   machine_ = agreed.machine;
   if (options_.rank != 0) return;
   if (!agreed.difference.empty()) {
@@ -201,12 +185,11 @@ void Group::agree_on_machine() {
                  agreed.difference.c_str());
   }
   if (!agreed.why_serial.empty()) {
-    std::fprintf(
-        stderr,
-        "overlap_torch: kernels of group '%s' run one at a time (%s): every call runs the "
-        "sequence, as nothing can overlap, and a kernel that waits for a peer's might wait "
-        "for ever\n",
-        options_.name.c_str(), agreed.why_serial.c_str());
+    std::fprintf(stderr,
+                 "overlap_torch: kernels of group '%s' run one at a time (%s): every call runs the "
+                 "sequence, as nothing can overlap, and a kernel that waits for a peer's might "
+                 "wait for ever\n",
+                 options_.name.c_str(), agreed.why_serial.c_str());
   }
 }
 

@@ -4,8 +4,8 @@
 #include <atomic>
 #include <thread>
 
+#include "runtime/device_state.h"
 #include "runtime/error.h"
-#include "runtime/let_captures_be.h"
 
 namespace overlap::runtime {
 namespace {

@@ -1,7 +1,6 @@
 #include "runtime/peer_memory.h"
 
 #include <cstdlib>
-#include <cstring>
 #include <fstream>
 #include <string_view>
 
@@ -20,11 +19,9 @@ std::array<char, 40> host_id() {
 }
 
 Clique find_clique(const ByteAllGather& all_gather, int rank, int most) {
-  const std::array<char, 40> own = host_id();
-  const std::vector<uint8_t> all = all_gather(std::vector<uint8_t>(own.begin(), own.end()));
   std::vector<std::string> hosts;
-  for (size_t at = 0; at < all.size(); at += own.size()) {
-    hosts.emplace_back(reinterpret_cast<const char*>(all.data() + at), own.size());
+  for (const auto& host : all_gather_values(all_gather, host_id())) {
+    hosts.emplace_back(host.data(), host.size());
   }
   const int count = plan::ranks_of_each_host(hosts, most);
   return {rank / count * count, count, rank};
@@ -53,13 +50,11 @@ Answer answer_of(cudaError_t error) {
 std::unique_ptr<PeerMemory> PeerMemory::make(const ByteAllGather& all_gather, const Clique& clique,
                                              int64_t bytes, cudaStream_t stream, std::string* why) {
   std::unique_ptr<PeerMemory> memory(new PeerMemory(clique, bytes));
-  Answer answer = answer_of(memory->map(all_gather, stream));
+  const Answer own = answer_of(memory->map(all_gather, stream));
   // A region that works between some ranks only is one that no rank may use.
-  std::vector<uint8_t> own(sizeof(answer));
-  std::memcpy(own.data(), &answer, sizeof(answer));
-  const std::vector<uint8_t> answers = all_gather(own);
-  for (size_t of = 0; of < answers.size() / sizeof(answer); ++of) {
-    std::memcpy(&answer, answers.data() + of * sizeof(answer), sizeof(answer));
+  const std::vector<Answer> answers = all_gather_values(all_gather, own);
+  for (size_t of = 0; of < answers.size(); ++of) {
+    const Answer& answer = answers[of];
     if (answer.error == cudaSuccess) continue;
     if (memory != nullptr && why != nullptr) {
       *why = "on rank " + std::to_string(of) + ", whose device has " +
@@ -78,9 +73,8 @@ cudaError_t PeerMemory::map(const ByteAllGather& all_gather, cudaStream_t stream
     std::array<char, 40> host;
     int64_t works;
   };
-  Offer offer = {};
-  const std::array<char, 40> host = host_id();
-  offer.host = host;
+  Offer own_offer = {};
+  own_offer.host = host_id();
   void* own = nullptr;
   cudaError_t error = cudaMalloc(&own, static_cast<size_t>(bytes_));
   const auto and_then = [&error](auto&& next) {
@@ -89,19 +83,16 @@ cudaError_t PeerMemory::map(const ByteAllGather& all_gather, cudaStream_t stream
   addresses_[static_cast<size_t>(clique_.place())] = static_cast<char*>(own);
   and_then([&] { return cudaMemsetAsync(own, 0, static_cast<size_t>(bytes_), stream); });
   and_then([&] { return cudaStreamSynchronize(stream); });
-  and_then([&] { return cudaIpcGetMemHandle(&offer.handle, own); });
-  offer.works = error == cudaSuccess;
-  std::vector<uint8_t> value(sizeof(offer));
-  std::memcpy(value.data(), &offer, sizeof(offer));
-  const std::vector<uint8_t> offers = all_gather(value);
+  and_then([&] { return cudaIpcGetMemHandle(&own_offer.handle, own); });
+  own_offer.works = error == cudaSuccess;
+  const std::vector<Offer> offers = all_gather_values(all_gather, own_offer);
   for (size_t peer = 0; peer < addresses_.size(); ++peer) {
     if (static_cast<int>(peer) == clique_.place()) continue;
-    const size_t number = static_cast<size_t>(clique_.first) + peer;
-    std::memcpy(&offer, offers.data() + number * sizeof(offer), sizeof(offer));
+    const Offer& offer = offers[static_cast<size_t>(clique_.first) + peer];
     if (offer.works == 0) return error;  // and says so itself
     void* address = nullptr;
     and_then([&] {
-      if (offer.host != host) return cudaErrorPeerAccessUnsupported;
+      if (offer.host != own_offer.host) return cudaErrorPeerAccessUnsupported;
       return cudaIpcOpenMemHandle(&address, offer.handle, cudaIpcMemLazyEnablePeerAccess);
     });
     addresses_[peer] = error == cudaSuccess ? static_cast<char*>(address) : nullptr;

@@ -5,9 +5,11 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace overlap::runtime {
@@ -15,7 +17,19 @@ namespace overlap::runtime {
 // Every rank's bytes in rank order, given this rank's; as many from each. Collective.
 using ByteAllGather = std::function<std::vector<uint8_t>(const std::vector<uint8_t>& own)>;
 
-// The same for all processes of a host, since it was booted; zeros where the kernel does not say. A
+// The same of values. Groups gather bytes two by two.
+template <typename Value>
+std::vector<Value> all_gather_values(const ByteAllGather& all_gather, const Value& own) {
+  static_assert(std::is_trivially_copyable_v<Value> && sizeof(Value) % 2 == 0);
+  std::vector<uint8_t> bytes(sizeof(Value));
+  std::memcpy(bytes.data(), &own, sizeof(Value));
+  bytes = all_gather(bytes);
+  std::vector<Value> all(bytes.size() / sizeof(Value));
+  std::memcpy(all.data(), bytes.data(), all.size() * sizeof(Value));
+  return all;
+}
+
+// A name that is the same for all processes of a host, since it was booted; zeros where the kernel does not say. A
 // handle names processes by number, and must not meet a process of the same number elsewhere. Tests name hosts
 // themselves, by OVERLAP_HOST_ID.
 std::array<char, 40> host_id();

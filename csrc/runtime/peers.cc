@@ -1,7 +1,6 @@
 #include "runtime/peers.h"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <thread>
 
@@ -37,6 +36,10 @@ constexpr int64_t kTileFlagBytes = 2 * plan::kMaxRingTiles * sizeof(uint64_t);
 // Bytes of one writer and call; each message goes to all peers.
 int64_t low_latency_buffer(int world_size) {
   return kernels::low_latency_bytes(Peers::kLowLatencyBytes / (world_size - 1));
+}
+
+Flags& flags_of(const PeerMemory& memory, int owner) {
+  return *reinterpret_cast<Flags*>(memory.of(owner));
 }
 
 constexpr int64_t kMinSlotBytes = int64_t{1} << 21;
@@ -142,17 +145,15 @@ bool Peers::may_have_stripes(int64_t part_bytes) const {
 }
 
 uint64_t* Peers::flag(int slot, Flag flag, int owner, int writer) const {
-  return &reinterpret_cast<Flags*>(flags_->of(owner))
-              ->slots[slot]
-              .flags[static_cast<int>(flag)][writer];
+  return &flags_of(*flags_, owner).slots[slot].flags[static_cast<int>(flag)][writer];
 }
 
 uint64_t* Peers::block_flags(int slot, int step, int owner, int writer) const {
-  return reinterpret_cast<Flags*>(flags_->of(owner))->slots[slot].blocks[step][writer];
+  return flags_of(*flags_, owner).slots[slot].blocks[step][writer];
 }
 
 uint64_t* Peers::calls_ended(int slot) const {
-  return &reinterpret_cast<Flags*>(flags_->of(rank_))->slots[slot].calls;
+  return &flags_of(*flags_, rank_).slots[slot].calls;
 }
 
 Peers::Call Peers::next_call(bool hears_all, std::optional<unsigned long long> capture,
@@ -190,13 +191,13 @@ void Peers::signal(const Call& call, Flag flag, uint32_t ranks, int step,
 }
 
 void Peers::write_numbers(const Call& call, int steps, cudaStream_t stream) const {
-  uint64_t* const numbers = reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot].numbers;
+  uint64_t* const numbers = flags_of(*flags_, rank_).slots[call.slot].numbers;
   check_cuda(kernels::write_step_numbers(numbers, steps, calls_ended(call.slot), call.tag, stream),
              "launching the numbers of steps");
 }
 
 void Peers::signal_by_copy(const Call& call, int peer, int step, cudaStream_t stream) const {
-  const Flags::Slot& own = reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot];
+  const Flags::Slot& own = flags_of(*flags_, rank_).slots[call.slot];
   check_cuda(cudaMemcpyAsync(flag(call.slot, Flag::kArrived, peer, rank_), &own.numbers[step],
                              sizeof(uint64_t), cudaMemcpyDeviceToDevice, stream),
              "copying a flag");
@@ -221,7 +222,7 @@ kernels::PeerTiles Peers::tiles(const Call& call, int64_t part_tiles) const {
 }
 
 uint32_t* Peers::tiles_taken(const Call& call) const {
-  return reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot].tiles_taken;
+  return flags_of(*flags_, rank_).slots[call.slot].tiles_taken;
 }
 
 kernels::PeerSignalParams Peers::ending(const Call& call) const {
@@ -265,7 +266,7 @@ kernels::PeerMeeting Peers::meeting(const Call& call) const {
   params.ended = flag(call.slot, Flag::kEnded, rank_, 0);
   params.calls = calls_ended(call.slot);
   params.tag = call.tag;
-  Flags::Slot& own = reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot];
+  Flags::Slot& own = flags_of(*flags_, rank_).slots[call.slot];
   params.blocks_sent = &own.blocks_sent;
   params.blocks_done = &own.blocks_done;
   return params;
@@ -286,25 +287,24 @@ kernels::UnitPeers Peers::low_latency(uint64_t hash) const {
     params.destination[peer] = place(peer, rank_);
     params.received[peer] = place(rank_, peer);
   }
-  params.calls = &reinterpret_cast<Flags*>(flags_->of(rank_))->low_latency_calls;
+  params.calls = &flags_of(*flags_, rank_).low_latency_calls;
   for (int peer = 0; peer < world_size_; ++peer) {
-    params.announce[peer] =
-        &reinterpret_cast<Flags*>(flags_->of(peer))->low_latency_flags[0][rank_];
+    params.announce[peer] = &flags_of(*flags_, peer).low_latency_flags[0][rank_];
   }
-  params.arrived = reinterpret_cast<Flags*>(flags_->of(rank_))->low_latency_flags[0];
+  params.arrived = flags_of(*flags_, rank_).low_latency_flags[0];
   params.tag = kernels::peer_call_tag(hash);
   return params;
 }
 
 const uint64_t* Peers::failures() const {
-  return reinterpret_cast<Flags*>(flags_->of(rank_))->failures;
+  return flags_of(*flags_, rank_).failures;
 }
 
 std::vector<uint64_t*> Peers::failures_of_peers() const {
   std::vector<uint64_t*> words;
   for (int peer = 0; peer < world_size_; ++peer) {
     if (peer == rank_) continue;
-    words.push_back(&reinterpret_cast<Flags*>(flags_->of(peer))->failures[rank_]);
+    words.push_back(&flags_of(*flags_, peer).failures[rank_]);
   }
   return words;
 }

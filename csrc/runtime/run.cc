@@ -1,16 +1,15 @@
 #include "runtime/run.h"
 
 #include <exception>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <variant>
 #include <vector>
 
 #include "kernels/signal/signal.h"
-#include "runtime/enqueue.h"
 #include "runtime/error.h"
 #include "runtime/range.h"
+#include "runtime/run_state.h"
 #include "runtime/step_timer.h"
 
 namespace overlap::runtime {

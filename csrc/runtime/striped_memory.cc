@@ -134,17 +134,16 @@ int64_t page_of(int64_t byte) {
 std::unique_ptr<StripedMemory> StripedMemory::make(const ByteAllGather& all_gather, int rank,
                                                    int world_size, int64_t part_bytes,
                                                    std::string* why) {
-  constexpr size_t kText = 160;
   std::unique_ptr<StripedMemory> memory(new StripedMemory(rank, world_size, part_bytes));
   const std::string fault = memory->map(all_gather);
   memory->release();
   // Memory that some ranks cannot map is used by none.
-  std::vector<uint8_t> own(kText);
-  std::memcpy(own.data(), fault.data(), std::min(fault.size(), kText - 1));
-  const std::vector<uint8_t> all = all_gather(own);
-  for (int of = 0; of < world_size; ++of) {
-    const auto* text = reinterpret_cast<const char*>(all.data()) + static_cast<size_t>(of) * kText;
-    if (text[0] == '\0') continue;
+  std::array<char, 160> own = {};
+  fault.copy(own.data(), own.size() - 1);
+  const auto all = all_gather_values(all_gather, own);
+  for (size_t of = 0; of < all.size(); ++of) {
+    const std::string text = all[of].data();
+    if (text.empty()) continue;
     if (memory != nullptr && why != nullptr) *why = "on rank " + std::to_string(of) + " " + text;
     memory.reset();
   }
@@ -160,19 +159,13 @@ std::string StripedMemory::map(const ByteAllGather& all_gather) {
   };
   const Socket socket;
   std::string fault = socket.works() ? create() : failed("a socket of the host");
-  Offer offer = {host_id(), {}, fault.empty()};
-  const std::array<char, 40> host = offer.host;
-  std::memcpy(offer.name, socket.name().data(),
-              std::min(socket.name().size(), sizeof(offer.name) - 1));
-  std::vector<uint8_t> own(sizeof(offer));
-  std::memcpy(own.data(), &offer, sizeof(offer));
-  const std::vector<uint8_t> offers = all_gather(own);
+  Offer own = {host_id(), {}, fault.empty()};
+  socket.name().copy(own.name, sizeof(own.name) - 1);
   std::vector<std::string> names;
-  for (int peer = 0; peer < world_size_; ++peer) {
-    std::memcpy(&offer, offers.data() + static_cast<size_t>(peer) * sizeof(offer), sizeof(offer));
+  for (const Offer& offer : all_gather_values(all_gather, own)) {
     if (offer.works == 0) return fault;  // and says so itself
-    if (offer.host != host)
-      return "memory is on another host than that of rank " + std::to_string(peer);
+    if (offer.host != own.host)
+      return "memory is on another host than that of rank " + std::to_string(names.size());
     names.emplace_back(offer.name);
   }
   fault = exchange(socket.get(), names);

@@ -4,7 +4,6 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
-#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>

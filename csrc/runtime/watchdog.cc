@@ -8,9 +8,9 @@
 #include <set>
 #include <thread>
 
+#include "runtime/device_state.h"
 #include "runtime/error.h"
 #include "runtime/group.h"
-#include "runtime/let_captures_be.h"
 
 namespace overlap::runtime {
 namespace {

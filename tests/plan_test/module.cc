@@ -48,10 +48,8 @@ void bind_alltoall(py::module_& m) {
   m.def("stores_messages", &steps::stores_messages, py::arg("plan"), py::arg("machine"),
         py::arg("rank"), py::arg("send_rows"),
         "Whether gemm_alltoall over peers, on this rank, launches its GEMM once for each rank's "
-        "rows, "
-        "or, by a plan of one_launch, once for all, and stores them where they go; else the "
-        "framework's "
-        "computes all and a kernel sends them.");
+        "rows, or, by a plan of one_launch, once for all, and stores them where they go; else the "
+        "framework's computes all and a kernel sends them.");
   m.def("computes_apart", &steps::computes_apart, py::arg("plan"), py::arg("machine"),
         py::arg("rank"), py::arg("send_rows"), py::arg("receive_rows"), py::arg("sms_beside"),
         "Whether gemm_alltoall over NCCL, on this one of two ranks, computes the peer's rows first "
@@ -75,10 +73,8 @@ void bind_planner_tests(py::module_& m) {
       py::arg("machines"), py::arg("nccl_versions"), py::arg("builds"),
       py::arg("serials") = std::vector<int32_t>{},
       "(machine, difference, why_serial): what ranks with these machines plan for; which of them "
-      "differs "
-      "in what; and whose kernels run one at a time; \"\" if none. `builds` are hashes of what "
-      "they "
-      "were built from, `serials` what serial_by says.");
+      "differs in what; and whose kernels run one at a time; \"\" if none. `builds` are hashes of "
+      "what they were built from, `serials` what serial_by says.");
   m.def("ranks_of_each_host", &plan::ranks_of_each_host, py::arg("hosts"), py::arg("most"),
         "See plan/agreement.h.");
   m.def(
@@ -91,8 +87,7 @@ void bind_planner_tests(py::module_& m) {
       },
       py::arg("launch_blocking"), py::arg("maps"), py::arg("tracer"),
       "(number, name) of what makes kernels run one at a time: by CUDA_LAUNCH_BLOCKING, the text "
-      "of /proc/self/maps, and "
-      "the name of the tracing process.");
+      "of /proc/self/maps, and the name of the tracing process.");
   m.def(
       "make_plan_between",
       [](const Problem& problem, const Machine& machine) {

@@ -53,20 +53,23 @@ std::string text(const std::optional<steps::Fault>& fault) {
   return fault ? fault->what : "";
 }
 
-// A function of what the ranks of a call can differ in.
-template <typename Function>
-void def_of_ranks(py::module_& m, const char* name, Function function, const char* doc) {
+// A function of what the ranks of a call can differ in, and of arguments of its own.
+template <typename... Own, typename Function, typename... Names>
+void def_of_ranks(py::module_& m, const char* name, Function function, const char* doc,
+                  const Names&... names) {
   m.def(
       name,
       [function](const Plan& plan, const Machine& machine, const std::vector<bool>& kernel_takes,
-                 bool bias, const Weights& weights, const Rows& rows, int64_t longest_message,
-                 bool finish, std::optional<bool> awaits, int32_t pieces) {
+                 Own... own, bool bias, const Weights& weights, const Rows& rows,
+                 int64_t longest_message, bool finish, std::optional<bool> awaits, int32_t pieces) {
         return function(ranks_of(plan, machine, kernel_takes, bias, weights, rows, longest_message,
-                                 finish, awaits, pieces));
+                                 finish, awaits, pieces),
+                        own...);
       },
-      py::arg("plan"), py::arg("machine"), py::arg("kernel_takes"), py::arg("bias") = false,
-      py::arg("weights") = Weights{}, py::arg("rows") = Rows{}, py::arg("longest_message") = 0,
-      py::arg("finish") = false, py::arg("awaits") = std::nullopt, py::arg("pieces") = 1, doc);
+      py::arg("plan"), py::arg("machine"), py::arg("kernel_takes"), names...,
+      py::arg("bias") = false, py::arg("weights") = Weights{}, py::arg("rows") = Rows{},
+      py::arg("longest_message") = 0, py::arg("finish") = false, py::arg("awaits") = std::nullopt,
+      py::arg("pieces") = 1, doc);
 }
 
 }  // namespace
@@ -102,13 +105,9 @@ computes, which waits for chunks or not; `pieces`: chunks of what it sends to ea
         return texts;
       },
       "What each rank must do as all others do, as text.");
-  m.def(
-      "unnoticed",
-      [](const Plan& plan, const Machine& machine, const std::vector<bool>& kernel_takes,
-         int32_t rank, bool work, bool bias, const Weights& weights, const Rows& rows,
-         int64_t longest_message, bool finish, std::optional<bool> awaits, int32_t pieces) {
-        const steps::Ranks ranks = ranks_of(plan, machine, kernel_takes, bias, weights, rows,
-                                            longest_message, finish, awaits, pieces);
+  def_of_ranks<int32_t, bool>(
+      m, "unnoticed",
+      [](const steps::Ranks& ranks, int32_t rank, bool work) {
         const auto change = work ? steps::Change::kWork : steps::Change::kOrder;
         int64_t tried = 0;
         std::vector<std::tuple<int32_t, std::string, bool>> found;
@@ -117,14 +116,11 @@ computes, which waits for chunks or not; `pieces`: chunks of what it sends to ea
         }
         return std::pair(tried, found);
       },
-      py::arg("plan"), py::arg("machine"), py::arg("kernel_takes"), py::arg("rank"),
-      py::arg("work") = false, py::arg("bias") = false, py::arg("weights") = Weights{},
-      py::arg("rows") = Rows{}, py::arg("longest_message") = 0, py::arg("finish") = false,
-      py::arg("awaits") = std::nullopt, py::arg("pieces") = 1,
       R"(Which single waits, dependencies, signals and joins can be taken out of a rank's steps without a fault.
 
 `work`: instead, which steps' work can be left out, and which places shifted. Returns how many were tried, and of each
-that was not found: step, what was changed, and whether in the steps of captured calls.)");
+that was not found: step, what was changed, and whether in the steps of captured calls.)",
+      py::arg("rank"), py::arg("work") = false);
   m.def(
       "find_fault_in_a_row",
       [](const std::vector<Plan>& plans, const Machine& machine,

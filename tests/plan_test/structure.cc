@@ -1,7 +1,6 @@
 // A list's structure, by which tests tell lists apart.
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 #include "mutate.h"
 #include "steps/list/fields.h"

@@ -78,7 +78,6 @@ ncclResult_t message(const char* verb, const void* data, size_t count, ncclDataT
 FAKE(ncclGetUniqueId, (ncclUniqueId * id), std::memset(id, 0, sizeof(*id)))
 FAKE(ncclGetVersion, (int* version), *version = NCCL_VERSION_CODE)
 FAKE(ncclMemFree, (void*), record().free())
-FAKE(ncclCommWindowDeregister, (ncclComm_t, ncclWindow_t))
 FAKE(ncclCommAbort, (ncclComm_t comm), comm->aborted = true, ++driver().aborted)
 FAKE(ncclCommGetAsyncError, (ncclComm_t, ncclResult_t* result),
      *result = record().nccl_failed ? ncclRemoteError : ncclSuccess)

@@ -7,7 +7,7 @@
 
 #include "kernels/signal/signal.h"
 #include "plan/plan.h"
-#include "runtime/bootstrap.h"
+#include "runtime/call_history.h"
 
 namespace recorder {
 

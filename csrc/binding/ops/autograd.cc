@@ -422,11 +422,10 @@ bool records(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   bool is_python = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python);
   look_at_tensors(stack, op.schema().arguments().size(), [&](const at::Tensor& operand) {
     if (!operand.defined()) return;
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !operand._fw_grad(0).defined(), without_library(op.schema().name()),
-        " has reverse-mode gradients only, but an operand has a tangent (forward_ad, "
-        "torch.func.jvp): differentiate with backward() or torch.autograd.grad, or detach the "
-        "operand");
+    TORCH_CHECK_NOT_IMPLEMENTED(!operand._fw_grad(0).defined(), without_library(op.schema().name()),
+                                " has reverse-mode gradients only, but an operand has a tangent "
+                                "(forward_ad, torch.func.jvp): differentiate with backward() or "
+                                "torch.autograd.grad, or detach the operand");
     requires_grad |= operand.requires_grad();
     is_python |= operand.key_set().has(c10::DispatchKey::Python);
   });

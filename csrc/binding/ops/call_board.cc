@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <climits>
 #include <cmath>
 #include <cstring>
@@ -266,13 +265,12 @@ void CallBoard::compare(const std::vector<CallNote>& notes) const {
   const auto other = std::find_if(notes.begin(), notes.end(), differs);
   if (other == notes.end()) return compare_rows(notes);
   const bool same_problem = std::strcmp(other->problem, notes.front().problem) == 0;
-  communication_failed(c10::str("overlap_torch: ranks of group '", options_.name,
-                                "' disagree about call ", call_, ": rank 0 called ",
-                                notes.front().problem, ", rank ", other - notes.begin(), " called ",
-                                other->problem, same_problem ? " by another plan" : "",
-                                ". Nothing was communicated for this call. All ranks must call the "
-                                "same ops with the same M, N, K and "
-                                "dtype, in the same order, and set the same plans."));
+  communication_failed(
+      c10::str("overlap_torch: ranks of group '", options_.name, "' disagree about call ", call_,
+               ": rank 0 called ", notes.front().problem, ", rank ", other - notes.begin(),
+               " called ", other->problem, same_problem ? " by another plan" : "",
+               ". Nothing was communicated for this call. All ranks must call the same ops with "
+               "the same M, N, K and dtype, in the same order, and set the same plans."));
 }
 
 void CallBoard::compare_rows(const std::vector<CallNote>& notes) const {
@@ -286,8 +284,8 @@ void CallBoard::compare_rows(const std::vector<CallNote>& notes) const {
           c10::str("overlap_torch: ranks of group '", options_.name,
                    "' disagree about the rows of call ", call_, ", ", own_.problem, ": rank ", from,
                    " sends ", sent, " rows to rank ", to, ", which expects ", expected,
-                   ". Nothing was communicated for this call. Exchange the counts "
-                   "before the call, so that recv_rows are the other ranks' send_rows."));
+                   ". Nothing was communicated for this call. Exchange the counts before the call, "
+                   "so that recv_rows are the other ranks' send_rows."));
     }
   }
 }

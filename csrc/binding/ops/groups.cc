@@ -6,7 +6,6 @@
 #include <unordered_map>
 
 #include "binding/ops/environment.h"
-#include "binding/ops/plan_table.h"
 
 namespace overlap::binding {
 namespace {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/core/Dict.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <array>
@@ -131,8 +132,7 @@ class GroupEntry final : public cpu::Group {
 
   // A call on CPU begins, and its comparison with what the other ranks call, which comes before the first
   // thing that is communicated. See CallBoard.
-  [[gnu::visibility("default")]] void announce(const std::string& problem, uint64_t plan,
-                                               const RowCounts& rows = {});
+  void announce(const std::string& problem, uint64_t plan, const RowCounts& rows = {});
   void agree() const override;
   [[noreturn]] void fail(const std::string& message) const override;
 
@@ -189,7 +189,7 @@ class GroupEntry final : public cpu::Group {
 };
 
 // The entry of the process group that has this name now. Throws if there is none.
-[[gnu::visibility("default")]] std::shared_ptr<GroupEntry> find_group(const std::string& name);
+std::shared_ptr<GroupEntry> find_group(const std::string& name);
 
 // All groups that have entries and still exist.
 std::vector<std::shared_ptr<GroupEntry>> all_groups();
@@ -200,6 +200,15 @@ const plan::Machine& cpu_machine();
 plan::DType to_plan_dtype(at::ScalarType dtype);
 bool has_plan_dtype(at::ScalarType dtype);  // of operands without scales
 bool is_fp8(at::ScalarType dtype);          // of operands with scales
+
+// One row for each group, problem and way in which it ran, in the order of their first calls; by column:
+// group, op, m, n, k, dtype (for people), input_dtype, recipe, output_dtype and fast_accum (0 or 1) as a
+// problem has them, world_size, device, calls, plan (encoded; "" without one), captured and overlapped (0
+// or 1), predicted_us and sequence_us ("" where nothing is expected), why.
+std::vector<c10::Dict<std::string, std::string>> plan_table();
+
+// OVERLAP_LOG=plans: one line on stderr.
+void log_plan(const GroupEntry& group, const Tally& tally);
 
 // OVERLAP_DEBUG=1
 bool debug_enabled();

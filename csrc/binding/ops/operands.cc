@@ -111,10 +111,10 @@ plan::Invariance to_invariance(const char* op, const std::optional<std::string>&
 }
 
 int64_t row_dim(plan::Op op, const at::Tensor& input, int64_t dim) {
-  TORCH_CHECK_VALUE(input.dim() >= 2, plan::name(op),
-                    ": input must be [D0, ..., K], because dim 0 is cut between the ranks, but got "
-                    "shape ",
-                    input.sizes());
+  TORCH_CHECK_VALUE(
+      input.dim() >= 2, plan::name(op),
+      ": input must be [D0, ..., K], because dim 0 is cut between the ranks, but got shape ",
+      input.sizes());
   const int64_t from_front = dim < 0 ? dim + input.dim() : dim;
   TORCH_CHECK_VALUE(from_front >= 0 && from_front < input.dim() - 1, plan::name(op),
                     ": dim must be one of the input's before the last, but is ", dim,

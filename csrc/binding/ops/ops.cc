@@ -361,70 +361,42 @@ void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }  // namespace
 
 TORCH_LIBRARY(overlap, m) {
-  m.def(
-      "gemm_allreduce(Tensor input, Tensor weight, Tensor? bias=None, *, str? invariance=None, str "
-      "group) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "gemm_reducescatter(Tensor input, Tensor weight, Tensor? bias=None, *, int dim=0, str? "
-      "invariance=None, str group) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "allgather_gemm(Tensor input, Tensor weight, Tensor? bias=None, *, int dim=0, str group) -> "
-      "(Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "allgather_gemm.weights(Tensor input, Tensor[] weights, Tensor?[] biases, *, int dim=0, str "
-      "group) -> (Tensor[], Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "gemm_alltoall(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, Tensor? "
-      "bias=None, *, str group) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+  const auto def = [&](const std::string& schema) {
+    m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
+  };
+  def("gemm_allreduce(Tensor input, Tensor weight, Tensor? bias=None, *, str? invariance=None, str "
+      "group) -> Tensor");
+  def("gemm_reducescatter(Tensor input, Tensor weight, Tensor? bias=None, *, int dim=0, str? "
+      "invariance=None, str group) -> Tensor");
+  def("allgather_gemm(Tensor input, Tensor weight, Tensor? bias=None, *, int dim=0, str group) -> "
+      "(Tensor, Tensor)");
+  def("allgather_gemm.weights(Tensor input, Tensor[] weights, Tensor?[] biases, *, int dim=0, str "
+      "group) -> (Tensor[], Tensor)");
+  def("gemm_alltoall(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, Tensor? "
+      "bias=None, *, str group) -> Tensor");
   // On CPU by PyTorch's operators, in Python. Without a weight the input is what is added up. Results: the norm or its cast, the sum, the cast's
   // scales, and the norm that was cast.
-  m.def(
-      "allreduce_rmsnorm(Tensor input, Tensor? weight, Tensor? residual, Tensor norm_weight, "
+  def("allreduce_rmsnorm(Tensor input, Tensor? weight, Tensor? residual, Tensor norm_weight, "
       "Tensor? bias=None, Tensor? scale=None, *, float eps=1e-6, float gain_offset=0.0, bool "
       "round_before_gain=False, str? quantize=None, bool return_norm=False, str? invariance=None, "
-      "str group) -> Tensor[]",
-      {at::Tag::pt2_compliant_tag});
+      "str group) -> Tensor[]");
   // Scaled operands: recipes as torch.nn.functional.ScalingType numbers them.
-  m.def(
-      "gemm_allreduce.scaled(Tensor input, Tensor weight, Tensor scale_input, Tensor scale_weight, "
-      "Tensor? bias=None, *, int? recipe_input=None, int? recipe_weight=None, ScalarType "
-      "output_dtype=bfloat16, bool use_fast_accum=False, str? invariance=None, str group) -> "
-      "Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "gemm_reducescatter.scaled(Tensor input, Tensor weight, Tensor scale_input, Tensor "
-      "scale_weight, Tensor? bias=None, *, int? recipe_input=None, int? recipe_weight=None, "
-      "ScalarType output_dtype=bfloat16, bool use_fast_accum=False, str? invariance=None, str "
-      "group) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "allgather_gemm.scaled(Tensor input, Tensor weight, Tensor scale_input, Tensor scale_weight, "
-      "Tensor? bias=None, *, int? recipe_input=None, int? recipe_weight=None, ScalarType "
-      "output_dtype=bfloat16, bool use_fast_accum=False, bool shared_scale_input=False, str group) "
-      "-> (Tensor, Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "allgather_gemm.scaled_weights(Tensor input, Tensor[] weights, Tensor scale_input, Tensor[] "
-      "scale_weights, Tensor?[] biases, *, int? recipe_input=None, int? recipe_weight=None, "
-      "ScalarType output_dtype=bfloat16, bool use_fast_accum=False, bool "
-      "shared_scale_input=False, str group) -> (Tensor[], Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "gemm_alltoall.scaled(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, "
-      "Tensor scale_input, Tensor scale_weight, Tensor? bias=None, *, int? recipe_input=None, int? "
-      "recipe_weight=None, ScalarType output_dtype=bfloat16, bool use_fast_accum=False, str group) "
-      "-> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "scaled_linear(Tensor input, Tensor weight, Tensor scale_input, Tensor scale_weight, Tensor? "
-      "bias=None, *, int? recipe_input=None, int? recipe_weight=None, ScalarType "
-      "output_dtype=bfloat16, bool use_fast_accum=False) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+  const std::string how =
+      "*, int? recipe_input=None, int? recipe_weight=None, ScalarType output_dtype=bfloat16, bool "
+      "use_fast_accum=False";
+  const std::string scales = "Tensor scale_input, Tensor scale_weight, Tensor? bias=None, " + how;
+  def("gemm_allreduce.scaled(Tensor input, Tensor weight, " + scales +
+      ", str? invariance=None, str group) -> Tensor");
+  def("gemm_reducescatter.scaled(Tensor input, Tensor weight, " + scales +
+      ", str? invariance=None, str group) -> Tensor");
+  def("allgather_gemm.scaled(Tensor input, Tensor weight, " + scales +
+      ", bool shared_scale_input=False, str group) -> (Tensor, Tensor, Tensor)");
+  def("allgather_gemm.scaled_weights(Tensor input, Tensor[] weights, Tensor scale_input, Tensor[] "
+      "scale_weights, Tensor?[] biases, " +
+      how + ", bool shared_scale_input=False, str group) -> (Tensor[], Tensor, Tensor)");
+  def("gemm_alltoall.scaled(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, " +
+      scales + ", str group) -> Tensor");
+  def("scaled_linear(Tensor input, Tensor weight, " + scales + ") -> Tensor");
 }
 
 // Ops of this package's own use.

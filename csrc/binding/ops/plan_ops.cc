@@ -4,9 +4,9 @@
 #include <atomic>
 
 #include "binding/ops/environment.h"
+#include "binding/ops/groups.h"
 #include "binding/ops/op_call.h"
 #include "binding/ops/operands.h"
-#include "binding/ops/plan_table.h"
 #include "binding/ops/trace_switch.h"
 #include "plan/agreement.h"
 
@@ -83,11 +83,10 @@ void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_
                          plan::is_sm90(plan.kernel) == plan::is_sm90(planned.kernel)),
                     "set_plan: the plan ", plan.to_string(), " has other bits than the planner's, ",
                     planned.to_string(), "; take one of such a kernel");
-  TORCH_CHECK_VALUE(
-      !plan::over_peers(plan) || plan.clique > 0 || machine.peer_gbps > 0.0,
-      "set_plan: the plan's transport is peer, but the ranks of this group do not map "
-      "each other's memory; use nccl",
-      machine.clique > 0 ? ", or the collective hierarchical" : "");
+  TORCH_CHECK_VALUE(!plan::over_peers(plan) || plan.clique > 0 || machine.peer_gbps > 0.0,
+                    "set_plan: the plan's transport is peer, but the ranks of this group do not "
+                    "map each other's memory; use nccl",
+                    machine.clique > 0 ? ", or the collective hierarchical" : "");
   TORCH_CHECK_VALUE(
       !plan::over_peers(plan) || plan.clique == 0 || plan.clique == machine.clique,
       "set_plan: the plan is for hosts of ", plan.clique,
@@ -166,8 +165,8 @@ int64_t side_delay_us() {
 TORCH_LIBRARY_FRAGMENT(overlap, m) {
   m.def(
       "plan_for(str op, int m, int n, int k, ScalarType dtype, Device device, str group, str "
-      "recipe='none', ScalarType? output_dtype=None, bool fast_accum=False, str? "
-      "invariance=None) -> int[]",
+      "recipe='none', ScalarType? output_dtype=None, bool fast_accum=False, str? invariance=None) "
+      "-> int[]",
       &plan_for);
   m.def("set_plan(int[] plan, Device device, str group) -> ()", &set_plan);
   m.def("clear_plans(str group) -> ()", &clear_plans);

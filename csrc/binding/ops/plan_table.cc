@@ -1,4 +1,4 @@
-#include "binding/ops/plan_table.h"
+#include "binding/ops/groups.h"
 
 #include <c10/util/StringUtil.h>
 

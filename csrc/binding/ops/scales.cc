@@ -141,11 +141,11 @@ Recipe recipe_of(const char* op, const at::Tensor& input, const std::vector<at::
   if (given.recipe_input) named = recipe_of_input(op, *given.recipe_input);
   if (given.recipe_weight) {
     const Recipe of_weight = recipe_of_weight(op, *given.recipe_weight);
-    TORCH_CHECK_VALUE(
-        !named || *named == of_weight, op, ": recipe_input is ", scaling_type(*given.recipe_input),
-        " but recipe_weight ", scaling_type(*given.recipe_weight),
-        "; supported are TensorWise for both, RowWise for both, and BlockWise1x128 with "
-        "BlockWise128x128");
+    TORCH_CHECK_VALUE(!named || *named == of_weight, op, ": recipe_input is ",
+                      scaling_type(*given.recipe_input), " but recipe_weight ",
+                      scaling_type(*given.recipe_weight),
+                      "; supported are TensorWise for both, RowWise for both, and BlockWise1x128 "
+                      "with BlockWise128x128");
     named = of_weight;
   }
   for (size_t i = 0; i < weights.size(); ++i) {

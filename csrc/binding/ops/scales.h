@@ -4,7 +4,6 @@
 #include <ATen/ATen.h>
 
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "plan/plan.h"

@@ -59,14 +59,10 @@ bool hears_all(const plan::Plan& plan) {
 
 ProgramBuilder::ProgramBuilder(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                                const Variant& variant)
-    : plan_(plan),
-      rank_(rank),
-      variant_(variant),
-      ctas_(ctas_beside(plan, machine)),
+    : Family(plan, rank, machine, variant),
       places_(plan, rank, variant),
       rounds_(plan::rounds(plan.program)),
       lanes_(plan::streams(plan.program)),
-      peers_(plan::over_peers(plan)),
       in_one_kernel_(all_by_sms(plan)),
       blocks_(plan::interpreter_blocks(plan)),
       waited_(at(lanes_)),
@@ -90,7 +86,7 @@ StepList ProgramBuilder::lower() {
   if (peers_) list_.add_slot(places_.slot_bytes, hears_all(plan_));
   compute_before();
   in_one_kernel_ ? communicate_in_one_kernel() : communicate_in_lanes();
-  if (variant_.compute == Compute::kCallers && list_.made.counters > plan::kMaxChunks) {
+  if (callers_ && list_.made.counters > plan::kMaxChunks) {
     throw std::invalid_argument("a kernel of your own cannot run by this program, which counts " +
                                 std::to_string(list_.made.counters) + " things, allowed are " +
                                 std::to_string(plan::kMaxChunks) + ": take it over nccl");
@@ -147,27 +143,21 @@ void ProgramBuilder::compute_before() {
 }
 
 void ProgramBuilder::compute_product() {
-  const auto chunks = static_cast<int32_t>(plan_.chunks.size());
-  list_.made.counters = chunks;
-  if (variant_.compute == Compute::kCallers) {
-    callers_.assign(plan::tile_order(plan_));
+  list_.made.counters = chunks_;
+  if (callers_) {
+    tiles_.assign(plan::tile_order(plan_));
     list_.made.tiles.stores = places_.product;
     list_.add(Lane::kCaller, CallersKernel{true, false});
     return;
   }
   if (variant_.compute == Compute::kKernel) {
-    Gemm gemm;
-    gemm.rows = {0, plan_.problem.m};
-    gemm.input = {Buffer::kInput};
+    Gemm gemm = gemm_of_all(plan::tile_order(plan_));
     gemm.outputs = {{{places_.product}}};
-    gemm.order = list_.add_order(plan::tile_order(plan_));
-    gemm.end_tile = list_.made.orders[0].num_tiles();
-    gemm.ctas = ctas_;
     gemm.counts = true;
     list_.add(Lane::kCaller, gemm);
     return;
   }
-  for (int32_t chunk = 0; chunk < chunks; ++chunk) {
+  for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
     add_library(rows, {places_.product, rows.begin * places_.row_bytes});
     computed_.push_back(list_.last());
@@ -176,8 +166,7 @@ void ProgramBuilder::compute_product() {
 }
 
 void ProgramBuilder::add_library(plan::Rows rows, Where output) {
-  const int64_t input = rows.begin * plan_.problem.k * plan::element_bytes(plan_.problem.dtype);
-  list_.add(Lane::kCaller, LibraryGemm{0, rows, {Buffer::kInput, input}, {output}});
+  list_.add(Lane::kCaller, library_gemm(rows, output));
 }
 
 // Messages in the pieces and the order in which they leave; the rows that stay, where they belong.
@@ -335,7 +324,8 @@ void ProgramBuilder::call(const std::vector<size_t>& round) {
   const int32_t stream = transfer(round[0]).stream;
   const Lane lane = side_lane(stream);
   std::vector<StepId> after;
-  SendReceive made = {plan_.chunks[0].max_ctas, stream, {}, {}};
+  SendReceive made = no_messages();
+  made.lane = stream;
   std::optional<Where> landing;
   for (const size_t i : round) {
     const Transfer& one = transfer(i);

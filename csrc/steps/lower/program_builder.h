@@ -63,7 +63,7 @@ class ProgramPlaces {
 bool lands(const plan::Plan& plan, const plan::Transfer& one);
 
 // Builds the list in the order of the program: what is computed, each round of transfers, the result.
-class ProgramBuilder {
+class ProgramBuilder : Family {
  public:
   ProgramBuilder(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                  const Variant& variant);
@@ -120,8 +120,7 @@ class ProgramBuilder {
 
   // How many tiles count for a chunk.
   int32_t tiles_of(int32_t chunk) const {
-    return variant_.compute == Compute::kCallers ? callers_.counted(chunk)
-                                                 : plan_.chunks[at(chunk)].tiles;
+    return callers_ ? tiles_.counted(chunk) : plan_.chunks[at(chunk)].tiles;
   }
 
   // Numbers of a round's transfers that land in slots and have rows: those that this rank sends, and then those that it
@@ -138,14 +137,9 @@ class ProgramBuilder {
     }
   }
 
-  const plan::Plan& plan_;
-  const int32_t rank_;
-  const Variant& variant_;
-  const int32_t ctas_;
   const ProgramPlaces places_;
   const std::vector<int32_t> rounds_;
   const int32_t lanes_;
-  const bool peers_;
   const bool in_one_kernel_;
   const int32_t blocks_;  // of each stream of the interpreter
   int32_t calls_ = 0;     // messages, which timelines show as chunks
@@ -163,8 +157,7 @@ class ProgramBuilder {
   std::vector<Made> made_;           // of this launch
   std::vector<int32_t> counter_of_;  // of each transfer's halves: that reads here, that writes here
   std::vector<std::set<int32_t>> seen_;  // counters that a stream has waited for
-  List list_;
-  CallersTiles callers_ = {plan_, list_};
+  CallersTiles tiles_ = {plan_, list_};
 };
 
 }  // namespace overlap::steps

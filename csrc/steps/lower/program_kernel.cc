@@ -151,11 +151,8 @@ bool ProgramBuilder::disturbs(const Made& a, const Made& b) const {
   const Transfer& first = places_.transfers[a.transfer];
   const Transfer& second = places_.transfers[b.transfer];
   const auto apart = [&](const Region& x, const Region& y) {
-    const bool overlap = x.memory == y.memory && x.area.row < y.area.row + y.area.rows &&
-                         y.area.row < x.area.row + x.area.rows &&
-                         x.area.column < y.area.column + y.area.columns &&
-                         y.area.column < x.area.column + x.area.columns;
-    return overlap && !(first.stream == second.stream && x.area == y.area);
+    return x.memory == y.memory && x.area.overlaps(y.area) &&
+           !(first.stream == second.stream && x.area == y.area);
   };
   return (a.writes && b.reads && apart(first.destination, second.source)) ||
          (a.writes && b.writes && apart(first.destination, second.destination)) ||

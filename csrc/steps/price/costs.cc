@@ -1,5 +1,6 @@
 #include "steps/price/costs.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace overlap::steps {

@@ -2,7 +2,6 @@
 // profile; see docs/internals.md. steps/price/price.h walks a plan's steps with them.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 

@@ -2,6 +2,7 @@
 // the call, rows and ranks that they come from, and the order in which they were added.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <set>
