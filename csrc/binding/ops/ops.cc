@@ -39,60 +39,40 @@ void compare_collective(const std::string& what, at::Device device, const std::s
 
 namespace {
 
-at::Tensor all_reduced(const at::Tensor& input, const at::Tensor& weight,
-                       const std::optional<at::Tensor>& bias,
-                       const std::optional<std::string>& invariance, const std::string& group_name,
-                       const GivenScales* scales) {
+// gemm_allreduce, and gemm_reducescatter along a dim.
+at::Tensor reduced(plan::Op op, const at::Tensor& input, const at::Tensor& weight,
+                   const std::optional<at::Tensor>& bias, int64_t given_dim,
+                   const std::optional<std::string>& invariance, const std::string& group_name,
+                   const GivenScales* scales) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  OpCall call = make_call(plan::Op::kGemmAllReduce, input, {weight}, {bias}, group_name, scales);
-  call.problem.invariance = to_invariance(plan::name(call.problem.op), invariance);
+  const bool scatters = plan::traits(op).scatters();
+  const int64_t dim = scatters ? row_dim(op, input, given_dim) : 0;
+  OpCall call = make_call(op, input, {weight}, {bias}, group_name, scales);
+  call.problem.invariance = to_invariance(plan::name(op), invariance);
   const plan::Problem& problem = call.problem;
+  const int64_t parts = plan::op_row_parts(problem);
+  if (scatters) set_blocks(call, input, dim);
+  TORCH_CHECK_VALUE(!scatters || input.size(dim) % parts == 0, "gemm_reducescatter: dim ", dim,
+                    " of input must be divisible by the world size ", parts, ", but got shape ",
+                    input.sizes(), "; pad it");
   const Profiled profiled(call);
   compare_calls(call);
 
-  at::Tensor output;
-  if (problem.m == 0 || problem.n == 0) {
-    compare_local_call(call);
-    output = at::empty({problem.m, problem.n}, call.output_options());
-  } else if (problem.k == 0 || problem.world_size == 1) {
-    // Nothing to add up between ranks: zeros everywhere, or one rank's own product.
-    compare_local_call(call);
-    output = local_gemm(call, true);
-  } else {
-    output = input.is_cpu() ? gemm_reduction_cpu(call) : gemm_allreduce_cuda(call);
-  }
-  return as_shape_of(output, input, 0, input.size(0));
-}
-
-at::Tensor reduce_scattered(const at::Tensor& input, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias, int64_t given_dim,
-                            const std::optional<std::string>& invariance,
-                            const std::string& group_name, const GivenScales* scales) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const int64_t dim = row_dim(plan::Op::kGemmReduceScatter, input, given_dim);
-  OpCall call =
-      make_call(plan::Op::kGemmReduceScatter, input, {weight}, {bias}, group_name, scales);
-  call.problem.invariance = to_invariance(plan::name(call.problem.op), invariance);
-  set_blocks(call, input, dim);
-  const plan::Problem& problem = call.problem;
-  TORCH_CHECK_VALUE(input.size(dim) % problem.world_size == 0, "gemm_reducescatter: dim ", dim,
-                    " of input must be divisible by the world size ", problem.world_size,
-                    ", but got shape ", input.sizes(), "; pad it");
-  const Profiled profiled(call);
-  compare_calls(call);
-
-  const int64_t rows = problem.m / problem.world_size;
+  const int64_t rows = problem.m / parts;
   at::Tensor output;
   if (problem.m == 0 || problem.n == 0) {
     compare_local_call(call);
     output = at::empty({rows, problem.n}, call.output_options());
   } else if (problem.k == 0 || problem.world_size == 1) {
+    // Nothing to add up between ranks: zeros everywhere, or one rank's own product.
     compare_local_call(call);
     output = local_gemm(call, rows, true);
+  } else if (input.is_cpu()) {
+    output = gemm_reduction_cpu(call);
   } else {
-    output = input.is_cpu() ? gemm_reduction_cpu(call) : gemm_reducescatter_cuda(call);
+    output = scatters ? gemm_reducescatter_cuda(call) : gemm_allreduce_cuda(call);
   }
-  return as_shape_of(output, input, dim, input.size(dim) / problem.world_size);
+  return as_shape_of(output, input, dim, input.size(dim) / parts);
 }
 
 // The gathered scales, as many dims as the caller gave for the input's: one number for each rank where one scales all of
@@ -182,7 +162,7 @@ at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
                           const std::optional<at::Tensor>& bias,
                           const std::optional<std::string>& invariance,
                           const std::string& group_name) {
-  return all_reduced(input, weight, bias, invariance, group_name, nullptr);
+  return reduced(plan::Op::kGemmAllReduce, input, weight, bias, 0, invariance, group_name, nullptr);
 }
 
 at::Tensor gemm_allreduce_scaled(const at::Tensor& input, const at::Tensor& weight,
@@ -194,14 +174,15 @@ at::Tensor gemm_allreduce_scaled(const at::Tensor& input, const at::Tensor& weig
                                  const std::string& group_name) {
   const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
                               recipe_weight, output_dtype,   use_fast_accum};
-  return all_reduced(input, weight, bias, invariance, group_name, &scales);
+  return reduced(plan::Op::kGemmAllReduce, input, weight, bias, 0, invariance, group_name, &scales);
 }
 
 at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
                               const std::optional<at::Tensor>& bias, int64_t dim,
                               const std::optional<std::string>& invariance,
                               const std::string& group_name) {
-  return reduce_scattered(input, weight, bias, dim, invariance, group_name, nullptr);
+  return reduced(plan::Op::kGemmReduceScatter, input, weight, bias, dim, invariance, group_name,
+                 nullptr);
 }
 
 at::Tensor gemm_reducescatter_scaled(const at::Tensor& input, const at::Tensor& weight,
@@ -214,7 +195,8 @@ at::Tensor gemm_reducescatter_scaled(const at::Tensor& input, const at::Tensor& 
                                      const std::string& group_name) {
   const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
                               recipe_weight, output_dtype,   use_fast_accum};
-  return reduce_scattered(input, weight, bias, 0, invariance, group_name, &scales);
+  return reduced(plan::Op::kGemmReduceScatter, input, weight, bias, 0, invariance, group_name,
+                 &scales);
 }
 
 // As many biases as there are weights.

@@ -9,6 +9,7 @@
 #include "binding/ops/operands.h"
 #include "binding/ops/trace_switch.h"
 #include "plan/agreement.h"
+#include "plan/plan_fields.h"
 
 #ifndef OVERLAP_BUILD_INFO
 #define OVERLAP_BUILD_INFO "cuda=none"
@@ -19,24 +20,15 @@ namespace {
 
 std::atomic<int64_t> side_delay{0};
 
-plan::Op to_op(const std::string& name) {
+// The member of this name; `what`: the enumeration's, in messages.
+template <typename Enum>
+Enum named(const char* what, const std::string& name) {
   std::string names;
-  for (size_t row = 0; row < plan::kOps.size(); ++row) {
-    const auto op = static_cast<plan::Op>(row);
-    if (name == plan::name(op)) return op;
-    names += (names.empty() ? "" : ", ") + std::string(plan::name(op));
+  for (const plan::Member<Enum>& member : plan::Enumeration<Enum>::kMembers) {
+    if (name == member.name) return member.value;
+    names += (names.empty() ? "" : ", ") + std::string(member.name);
   }
-  TORCH_CHECK_VALUE(false, "overlap_torch: no op is named '", name, "'; there are ", names);
-}
-
-plan::Recipe to_recipe(const std::string& name) {
-  std::string names;
-  for (const plan::Recipe recipe :
-       {plan::Recipe::kNone, plan::Recipe::kTensor, plan::Recipe::kRow, plan::Recipe::kBlock}) {
-    if (name == plan::name(recipe)) return recipe;
-    names += (names.empty() ? "" : ", ") + std::string(plan::name(recipe));
-  }
-  TORCH_CHECK_VALUE(false, "overlap_torch: no recipe is named '", name, "'; there are ", names);
+  TORCH_CHECK_VALUE(false, "overlap_torch: no ", what, " is named '", name, "'; there are ", names);
 }
 
 plan::Machine machine_of(const std::shared_ptr<GroupEntry>& group, at::Device device) {
@@ -52,13 +44,13 @@ std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64
                     "plan_for: M, N and K must not be negative, but are ", m, ", ", n, ", ", k);
   const std::shared_ptr<GroupEntry> group = find_group(group_name);
   plan::Problem problem;
-  problem.op = to_op(op);
+  problem.op = named<plan::Op>("op", op);
   problem.m = m;
   problem.n = n;
   problem.k = k;
   problem.dtype = to_plan_dtype(dtype);
   problem.world_size = group->world_size();
-  problem.recipe = to_recipe(recipe);
+  problem.recipe = named<plan::Recipe>("recipe", recipe);
   const bool scaled = problem.recipe != plan::Recipe::kNone;
   problem.output_dtype = to_plan_dtype(output_dtype.value_or(scaled ? at::kBFloat16 : dtype));
   problem.fast_accum = fast_accum;

@@ -3,6 +3,7 @@
 #include <c10/util/StringUtil.h>
 #include <c10/util/accumulate.h>
 
+#include <algorithm>
 #include <array>
 
 #include "binding/ops/groups.h"
@@ -15,14 +16,17 @@ using plan::Recipe;
 constexpr int64_t kBlock = 128;
 
 // torch.nn.functional.ScalingType
-constexpr int64_t kTensorWise = 0;
-constexpr int64_t kRowWise = 1;
-constexpr int64_t kBlockWise1x128 = 4;
-constexpr int64_t kBlockWise128x128 = 5;
 constexpr std::array kScalingTypes = {"TensorWise",    "RowWise",        "BlockWise1x16",
                                       "BlockWise1x32", "BlockWise1x128", "BlockWise128x128"};
 
-constexpr std::array kRecipes = {Recipe::kTensor, Recipe::kRow, Recipe::kBlock};
+// The numbers of the input's and the weight's ScalingType.
+struct Types {
+  Recipe recipe;
+  int64_t input;
+  int64_t weight;
+};
+constexpr std::array kRecipes = {Types{Recipe::kTensor, 0, 0}, Types{Recipe::kRow, 1, 1},
+                                 Types{Recipe::kBlock, 4, 5}};
 
 int64_t blocks(int64_t size) {
   return (size + kBlock - 1) / kBlock;
@@ -33,32 +37,16 @@ std::string scaling_type(int64_t number) {
   return known ? kScalingTypes[static_cast<size_t>(number)] : c10::str("of number ", number);
 }
 
-Recipe recipe_of_input(const char* op, int64_t number) {
-  switch (number) {
-    case kTensorWise:
-      return Recipe::kTensor;
-    case kRowWise:
-      return Recipe::kRow;
-    case kBlockWise1x128:
-      return Recipe::kBlock;
-    default:
-      TORCH_CHECK_VALUE(false, op, ": recipe_input is ", scaling_type(number),
-                        "; supported are TensorWise, RowWise and BlockWise1x128");
+// The recipe of this number of an operand's ScalingType; `name`: the argument that gave it.
+Recipe recipe_of(const char* op, const char* name, int64_t number, int64_t Types::* of_operand) {
+  std::string supported;
+  for (const Types& types : kRecipes) {
+    if (types.*of_operand == number) return types.recipe;
+    supported += supported.empty() ? "" : types.recipe == Recipe::kBlock ? " and " : ", ";
+    supported += scaling_type(types.*of_operand);
   }
-}
-
-Recipe recipe_of_weight(const char* op, int64_t number) {
-  switch (number) {
-    case kTensorWise:
-      return Recipe::kTensor;
-    case kRowWise:
-      return Recipe::kRow;
-    case kBlockWise128x128:
-      return Recipe::kBlock;
-    default:
-      TORCH_CHECK_VALUE(false, op, ": recipe_weight is ", scaling_type(number),
-                        "; supported are TensorWise, RowWise and BlockWise128x128");
-  }
+  TORCH_CHECK_VALUE(false, op, ": ", name, " is ", scaling_type(number), "; supported are ",
+                    supported);
 }
 
 bool is_one(at::IntArrayRef sizes) {
@@ -138,9 +126,9 @@ void check_scale(const char* op, const char* name, const at::Tensor& scale,
 Recipe recipe_of(const char* op, const at::Tensor& input, const std::vector<at::Tensor>& weights,
                  const GivenScales& given) {
   std::optional<Recipe> named;
-  if (given.recipe_input) named = recipe_of_input(op, *given.recipe_input);
+  if (given.recipe_input) named = recipe_of(op, "recipe_input", *given.recipe_input, &Types::input);
   if (given.recipe_weight) {
-    const Recipe of_weight = recipe_of_weight(op, *given.recipe_weight);
+    const Recipe of_weight = recipe_of(op, "recipe_weight", *given.recipe_weight, &Types::weight);
     TORCH_CHECK_VALUE(!named || *named == of_weight, op, ": recipe_input is ",
                       scaling_type(*given.recipe_input), " but recipe_weight ",
                       scaling_type(*given.recipe_weight),
@@ -150,8 +138,8 @@ Recipe recipe_of(const char* op, const at::Tensor& input, const std::vector<at::
   }
   for (size_t i = 0; i < weights.size(); ++i) {
     std::vector<Recipe> possible;
-    for (const Recipe recipe : kRecipes) {
-      if (!named || recipe == *named) possible.push_back(recipe);
+    for (const Types& types : kRecipes) {
+      if (!named || types.recipe == *named) possible.push_back(types.recipe);
     }
     std::vector<Recipe> fitting;
     for (const Recipe recipe : possible) {
@@ -205,9 +193,7 @@ at::Tensor dequantised_product(const Scales& scales, const at::Tensor& input,
 }  // namespace
 
 int64_t scaling_type_of_input(Recipe recipe) {
-  return recipe == Recipe::kTensor ? kTensorWise
-         : recipe == Recipe::kRow  ? kRowWise
-                                   : kBlockWise1x128;
+  return std::ranges::find(kRecipes, recipe, &Types::recipe)->input;
 }
 
 Scales check_scales(const char* op, const at::Tensor& input, const std::vector<at::Tensor>& weights,
