@@ -62,21 +62,6 @@ bool gathers_in_one_launch(const Plan& plan) {
          plan.resources.comm_sms >= plan.cluster_m && runs <= kMaxCopyRuns;
 }
 
-std::vector<GatherLaunch> gather_launches(const Plan& plan, int32_t sm_count) {
-  const int32_t beside = std::max(1, sm_count - plan.resources.comm_sms);
-  const std::vector<int32_t> arriving = gather_arrivals(plan, tiles_n(plan));
-  if (plan.kernel != Kernel::kLibrary) {
-    return gather_launches(arriving, plan.cluster_m, beside, sm_count);
-  }
-  std::vector<GatherLaunch> launches;
-  int32_t begin = 0;
-  for (const int32_t count : arriving) {
-    launches.push_back({begin, begin + count, beside});
-    begin += count;
-  }
-  return launches;
-}
-
 std::vector<int32_t> gather_arrivals(const Plan& plan, int32_t tile_columns) {
   const int32_t parts = row_parts(plan);
   std::vector<int32_t> tiles{tiles_m(plan) / parts * tile_columns};

@@ -39,10 +39,6 @@ std::vector<GatherLaunch> gather_launches(const std::vector<int32_t>& arriving, 
 // arrive.
 bool gathers_in_one_launch(const Plan& plan);
 
-// The launches of a plan's GEMM, if there are several. The framework's computes what has arrived, chunk by
-// chunk.
-std::vector<GatherLaunch> gather_launches(const Plan& plan, int32_t sm_count);
-
 // Tiles that can be computed at once, of this rank's rows, and after each chunk, of the other ranks', for
 // a weight of so many tile columns.
 std::vector<int32_t> gather_arrivals(const Plan& plan, int32_t tile_columns);

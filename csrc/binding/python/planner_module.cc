@@ -20,6 +20,13 @@ namespace {
 
 using namespace plan;  // whose types these are
 
+void check_gather(const Plan& plan) {
+  if (!plan.problem.traits().gathers() || plan.schedule != plan::Schedule::kOverlapped) {
+    throw py::value_error("the launches are those of overlapped plans of allgather_gemm, not of " +
+                          plan.to_string());
+  }
+}
+
 void bind_orders(py::module_& m) {
   m.def(
       "gather_rows",
@@ -105,13 +112,6 @@ void bind_kernel_planner(py::module_& m) {
 }
 
 }  // namespace
-
-void check_gather(const Plan& plan) {
-  if (!plan.problem.traits().gathers() || plan.schedule != plan::Schedule::kOverlapped) {
-    throw py::value_error("the launches are those of overlapped plans of allgather_gemm, not of " +
-                          plan.to_string());
-  }
-}
 
 void bind_planner(py::module_& m) {
   py::class_<KernelShape>(m, "KernelShape", "Tile shape and cluster of a kernel.")

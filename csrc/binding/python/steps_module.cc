@@ -17,6 +17,11 @@ using plan::Machine;
 using plan::Op;
 using plan::Plan;
 
+// Throws ValueError.
+[[noreturn]] void refuse(const std::string& what) {
+  throw py::value_error(what);
+}
+
 void check_rows(const Plan& plan, const char* name, const std::vector<int64_t>& rows) {
   const bool wanted = plan.problem.traits().rows_by_rank;
   const auto world = static_cast<size_t>(plan.problem.world_size);
@@ -43,37 +48,45 @@ void check_weights(const Plan& plan, const Weights& weights) {
          std::to_string(plan.problem.n));
 }
 
-}  // namespace
-
-steps::StepList lowered(const Plan& plan, int32_t rank, const Machine& machine, bool kernel_takes,
-                        bool bias, bool captured, const Weights& weights,
-                        const std::vector<int64_t>& send_rows,
-                        const std::vector<int64_t>& receive_rows, int64_t longest_message) {
-  plan::validate(plan);
-  if (rank < 0 || rank >= plan.problem.world_size) {
-    refuse("rank " + std::to_string(rank) + " is not one of the plan's " +
-           std::to_string(plan.problem.world_size) + " ranks, 0 to " +
-           std::to_string(plan.problem.world_size - 1));
-  }
-  check_rows(plan, "send_rows", send_rows);
-  check_rows(plan, "receive_rows", receive_rows);
-  check_weights(plan, weights);
-  const bool has_kernel = steps::takes_by_default(plan);
-  steps::Variant variant;
-  variant.compute = steps::kernel_if(kernel_takes && has_kernel);
-  variant.bias = bias;
-  variant.captured = captured;
-  for (const auto& [columns, takes] : weights) {
-    variant.weights.push_back({columns, takes && has_kernel && columns > 0});
-  }
-  variant.send_rows = send_rows;
-  variant.receive_rows = receive_rows;
-  variant.longest_message = longest_message;
-  if (plan.problem.traits().rows_by_rank && longest_message == 0) {
-    variant.longest_message = steps::longest_message(plan, rank, send_rows, receive_rows);
-  }
-  return steps::lower(plan, rank, machine, variant);
+// Binds a function of a rank's steps; it refuses arguments that do not fit the plan.
+template <typename Print>
+void def_steps(py::module_& m, const char* name, Print print, const char* doc) {
+  m.def(
+      name,
+      [print](const Plan& plan, int32_t rank, const Machine& machine, bool kernel_takes, bool bias,
+              bool captured, const Weights& weights, const std::vector<int64_t>& send_rows,
+              const std::vector<int64_t>& receive_rows, int64_t longest_message) {
+        plan::validate(plan);
+        if (rank < 0 || rank >= plan.problem.world_size) {
+          refuse("rank " + std::to_string(rank) + " is not one of the plan's " +
+                 std::to_string(plan.problem.world_size) + " ranks, 0 to " +
+                 std::to_string(plan.problem.world_size - 1));
+        }
+        check_rows(plan, "send_rows", send_rows);
+        check_rows(plan, "receive_rows", receive_rows);
+        check_weights(plan, weights);
+        const bool has_kernel = steps::takes_by_default(plan);
+        steps::Variant variant = {.compute = steps::kernel_if(kernel_takes && has_kernel),
+                                  .bias = bias,
+                                  .captured = captured,
+                                  .send_rows = send_rows,
+                                  .receive_rows = receive_rows,
+                                  .longest_message = longest_message};
+        for (const auto& [columns, takes] : weights) {
+          variant.weights.push_back({columns, takes && has_kernel && columns > 0});
+        }
+        if (plan.problem.traits().rows_by_rank && longest_message == 0) {
+          variant.longest_message = steps::longest_message(plan, rank, send_rows, receive_rows);
+        }
+        return print(steps::lower(plan, rank, machine, variant), plan, rank, machine);
+      },
+      py::arg("plan"), py::arg("rank"), py::arg("machine"), py::arg("kernel_takes") = true,
+      py::arg("bias") = false, py::arg("captured") = false, py::arg("weights") = Weights{},
+      py::arg("send_rows") = std::vector<int64_t>{},
+      py::arg("receive_rows") = std::vector<int64_t>{}, py::arg("longest_message") = 0, doc);
 }
+
+}  // namespace
 
 void bind_steps(py::module_& m) {
   const auto to_json = [](const steps::StepList& list, const Plan&, int32_t, const Machine&) {

@@ -162,8 +162,7 @@ StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine&
   return lower_produce(plan, rank, machine, variant);
 }
 
-}  // namespace
-
+// Gives the steps that others come after their numbers.
 void number_events(StepList& list) {
   for (const Step& step : list.steps) {
     for (const StepId id : step.after) list.steps[static_cast<size_t>(id)].event = 0;
@@ -172,6 +171,8 @@ void number_events(StepList& list) {
     if (step.event == 0) step.event = list.events++;
   }
 }
+
+}  // namespace
 
 StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                const Variant& variant) {
