@@ -9,6 +9,11 @@
 
 namespace overlap::steps {
 
+// A number of a rank, chunk or step as a place in a vector.
+inline size_t at(int64_t number) {
+  return static_cast<size_t>(number);
+}
+
 // One kernel's movement over peers is counted in so many bytes.
 inline constexpr int64_t kPeerAccessBytes = 16;
 

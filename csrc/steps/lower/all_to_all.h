@@ -24,17 +24,17 @@ class AllToAllSteps : protected Family {
     list_.made.orders.reserve(static_cast<size_t>(kOrdersOfRank * ranks_));
   }
 
-  int64_t send_rows(int32_t rank) const { return variant_.send_rows[index(rank)]; }
-  int64_t receive_rows(int32_t rank) const { return variant_.receive_rows[index(rank)]; }
+  int64_t send_rows(int32_t rank) const { return variant_.send_rows[at(rank)]; }
+  int64_t receive_rows(int32_t rank) const { return variant_.receive_rows[at(rank)]; }
 
   // The rows for `peer` in the product.
   plan::Rows rows_for(int32_t peer) const {
-    return {send_begin_[index(peer)], send_begin_[index(peer) + 1]};
+    return {send_begin_[at(peer)], send_begin_[at(peer) + 1]};
   }
   Where product_row(int64_t row) const { return {Buffer::kProduct, row * row_bytes_}; }
   Where output_row(int64_t row) const { return {Buffer::kOutput, row * row_bytes_}; }
   // Where the rows from `peer` go.
-  Where output_of(int32_t peer) const { return output_row(receive_begin_[index(peer)]); }
+  Where output_of(int32_t peer) const { return output_row(receive_begin_[at(peer)]); }
 
   // Begins with all rows, by the framework's GEMM, which waits for no peer.
   void begin_with_all() {
@@ -49,7 +49,7 @@ class AllToAllSteps : protected Family {
     gemm.input = input(rows.begin);
     gemm.outputs = {{destination}};
     gemm.order = order_of(tile_rows(rows.end - rows.begin));
-    gemm.end_tile = list_.made.orders[index(gemm.order)].num_tiles();
+    gemm.end_tile = list_.made.orders[at(gemm.order)].num_tiles();
     gemm.ctas = ctas;
     list_.add(Lane::kCaller, gemm);
   }
@@ -96,7 +96,7 @@ class AllToAllSteps : protected Family {
 
   StepId last_on_caller() const {
     StepId id = list_.last();
-    while (list_.made.steps[index(id)].lane != Lane::kCaller) --id;
+    while (list_.made.steps[at(id)].lane != Lane::kCaller) --id;
     return id;
   }
 

@@ -4,13 +4,6 @@
 #include <utility>
 
 namespace overlap::steps {
-namespace {
-
-size_t at(int64_t index) {
-  return static_cast<size_t>(index);
-}
-
-}  // namespace
 
 void CallersTiles::assign(int64_t rows, const std::vector<Claim>& claims, bool first) {
   KernelTiles& tiles = list_.made.tiles;

@@ -33,14 +33,14 @@ class GatherPlaces : protected Family {
   Lane side(int32_t chunk) const { return side_lane(chunk % plan_.resources.lanes); }
 
   int64_t chunk_bytes(int32_t chunk) const {
-    const plan::Rows rows = rows_[index(chunk)];
+    const plan::Rows rows = rows_[at(chunk)];
     return (rows.end - rows.begin) * row_bytes_;
   }
 
   // The rows of a part of the chunk, where they are communicated.
   Where place(int32_t chunk, int32_t part) const {
     Where where = buffer_;
-    where.offset = extents_[index(chunk)].offset * element_bytes_ + part * chunk_bytes(chunk);
+    where.offset = extents_[at(chunk)].offset * element_bytes_ + part * chunk_bytes(chunk);
     return where;
   }
 
@@ -50,11 +50,11 @@ class GatherPlaces : protected Family {
 
   // Where GEMMs read the rows of a part of the chunk.
   Where arrived(int32_t chunk, int32_t part) const {
-    return on_cpu_ ? gathered(part, rows_[index(chunk)].begin) : place(chunk, part);
+    return on_cpu_ ? gathered(part, rows_[at(chunk)].begin) : place(chunk, part);
   }
 
   Where own_rows(int32_t chunk) const {
-    return {Buffer::kInput, rows_[index(chunk)].begin * row_bytes_};
+    return {Buffer::kInput, rows_[at(chunk)].begin * row_bytes_};
   }
 
   // The rows to copy into the gathered input when the own rows are there (0), and after chunk
@@ -67,7 +67,7 @@ class GatherPlaces : protected Family {
     const int32_t chunk = arrival - 1;
     for (int32_t part = 0; part < parts_; ++part) {
       if (part == rank_) continue;
-      moves.push_back({place(chunk, part), gathered(part, rows_[index(chunk)].begin),
+      moves.push_back({place(chunk, part), gathered(part, rows_[at(chunk)].begin),
                        chunk_bytes(chunk), arrival});
     }
     return moves;
@@ -102,7 +102,7 @@ class Consume : GatherPlaces {
 
   StepList lower() {
     if (on_cpu_) return lower_on_cpu();
-    list_.made.steps.reserve(index(8 + chunks_ * (3 + parts_)));
+    list_.made.steps.reserve(at(8 + chunks_ * (3 + parts_)));
     if (peers_) list_.add_slot(plan::peer_slot_bytes(plan_));
     add_communicators();
     if (!peers_) {
@@ -180,7 +180,7 @@ class Consume : GatherPlaces {
     copy(Lane::kCaller, 0);
     compute(0);
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
-      communicated_.push_back(share(chunk, across[index(chunk)]));
+      communicated_.push_back(share(chunk, across[at(chunk)]));
       compute(chunk + 1);
     }
     list_.add(Lane::kCaller, Join{});
@@ -279,9 +279,9 @@ class Consume : GatherPlaces {
   // Everybody's rows of the chunk into the staging buffer.
   StepId gather(int32_t chunk) {
     return list_.add_held(
-        side(chunk), Collective{plan_.collective, plan_.chunks[index(chunk)].max_ctas,
+        side(chunk), Collective{plan_.collective, plan_.chunks[at(chunk)].max_ctas,
                                 chunk % plan_.resources.lanes, place(chunk, rank_), place(chunk, 0),
-                                extents_[index(chunk)].count});
+                                extents_[at(chunk)].count});
   }
 
   // Own rows of the chunk into every peer's memory, by the copy engine; the step after which the peers' are here.
@@ -310,7 +310,7 @@ class Consume : GatherPlaces {
   void copy_gathered() {
     copy(Lane::kCopy, 0);
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
-      copy(Lane::kCopy, chunk + 1, {communicated_[index(chunk)]});
+      copy(Lane::kCopy, chunk + 1, {communicated_[at(chunk)]});
     }
   }
 
@@ -325,7 +325,7 @@ class Consume : GatherPlaces {
     const Lane lane = arrives_on(chunk);
     copy(lane, chunk + 1);
     std::vector<StepId> after;
-    if (chunk > 0 && list_.made.steps[index(after_.back())].lane != lane) {
+    if (chunk > 0 && list_.made.steps[at(after_.back())].lane != lane) {
       after.push_back(after_.back());
     }
     after_.push_back(list_.add(lane, Arrive{chunk + 1}, std::move(after)));
@@ -335,7 +335,7 @@ class Consume : GatherPlaces {
   void launch_callers() {
     std::vector<Claim> claims;
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
-      const plan::Rows rows = rows_[index(chunk)];
+      const plan::Rows rows = rows_[at(chunk)];
       for (int32_t part = 0; part < parts_; ++part) {
         claims.push_back({{part * part_rows_ + rows.begin, part * part_rows_ + rows.end},
                           part == rank_ ? 0 : chunk + 1});
@@ -349,10 +349,10 @@ class Consume : GatherPlaces {
 
   // The launches when this rank's own rows are there (0), and after chunk `arrival` - 1.
   void compute(int32_t arrival) {
-    if (arrival > 0) after_.push_back(communicated_[index(arrival - 1)]);
+    if (arrival > 0) after_.push_back(communicated_[at(arrival - 1)]);
     for (size_t weight = 0; weight < weights_.size(); ++weight) {
       if (weights_[weight].kernel_takes) {
-        const plan::GatherLaunch& range = launches_[weight][index(arrival)];
+        const plan::GatherLaunch& range = launches_[weight][at(arrival)];
         Gemm gemm = gemms_[weight];
         gemm.first_tile = range.first_tile;
         gemm.end_tile = range.end_tile;
@@ -370,7 +370,7 @@ class Consume : GatherPlaces {
 
   // The rows that the chunk brought from the peers.
   void compute_library(size_t weight, int32_t chunk) {
-    const plan::Rows rows = rows_[index(chunk)];
+    const plan::Rows rows = rows_[at(chunk)];
     for (int32_t part = 0; part < parts_; ++part) {
       if (part == rank_) continue;
       add_library(weight, {part * part_rows_ + rows.begin, part * part_rows_ + rows.end},

@@ -30,7 +30,6 @@ class Family {
   }
 
  protected:
-  static size_t index(int32_t number) { return static_cast<size_t>(number); }
   // The ranks so many places after this one, and before it.
   int32_t rank_after(int32_t distance) const { return (rank_ + distance) % ranks_; }
   int32_t rank_before(int32_t distance) const { return (rank_ + ranks_ - distance) % ranks_; }

@@ -16,7 +16,7 @@ HierarchicalReduction::HierarchicalReduction(const plan::Plan& plan, int32_t ran
       sent_(plan.chunks.size()) {
   int64_t first = 0;
   for (int32_t chunk = 0; chunk < static_cast<int32_t>(heights_.size()); ++chunk) {
-    first_.push_back(std::exchange(first, first + heights_[index(chunk)]));
+    first_.push_back(std::exchange(first, first + heights_[at(chunk)]));
     far_first_.push_back(std::exchange(far_rows_, far_rows_ + grain(chunk)));
   }
 }
@@ -37,12 +37,12 @@ int64_t HierarchicalReduction::height(int32_t chunk) const {
 
 // Rows that one clique adds up of what a rank does.
 int64_t HierarchicalReduction::grain(int32_t chunk) const {
-  return (heights_[index(chunk)] + at_.cliques() - 1) / at_.cliques();
+  return (heights_[at(chunk)] + at_.cliques() - 1) / at_.cliques();
 }
 
 // An all-reduce's last parts may have fewer rows, or none.
 int64_t HierarchicalReduction::rows_of(int32_t chunk, int32_t place) const {
-  const int64_t most = heights_[index(chunk)];
+  const int64_t most = heights_[at(chunk)];
   return all_reduces_ ? std::clamp<int64_t>(height(chunk) - place * most, 0, most) : most;
 }
 int64_t HierarchicalReduction::rows_of(int32_t chunk, int32_t place, int32_t number) const {
@@ -51,11 +51,11 @@ int64_t HierarchicalReduction::rows_of(int32_t chunk, int32_t place, int32_t num
 
 // This rank's rows that the rank at `place` adds up for a clique.
 Where HierarchicalReduction::cell(int32_t chunk, int32_t place, int32_t number) const {
-  const Chunk& one = chunks_[index(chunk)];
-  if (!all_reduces_) return one.parts[index(at_.rank(number, place))];
+  const Chunk& one = chunks_[at(chunk)];
+  if (!all_reduces_) return one.parts[at(at_.rank(number, place))];
   Where where = one.parts[0];
   where.offset +=
-      bytes(std::min(place * heights_[index(chunk)] + number * grain(chunk), height(chunk)));
+      bytes(std::min(place * heights_[at(chunk)] + number * grain(chunk), height(chunk)));
   return where;
 }
 
@@ -79,14 +79,14 @@ Where HierarchicalReduction::land(int32_t place, int64_t offset) const {
 
 // The terms of rank `from`, as the clique counts, at rank `to`.
 Where HierarchicalReduction::term(int32_t to, int32_t from, int32_t chunk) const {
-  return land(to, from * stride_ + bytes(first_[index(chunk)]));
+  return land(to, from * stride_ + bytes(first_[at(chunk)]));
 }
 Where HierarchicalReduction::sums(int32_t chunk) const {
-  return {Buffer::kPartial, bytes(first_[index(chunk)])};
+  return {Buffer::kPartial, bytes(first_[at(chunk)])};
 }
 Where HierarchicalReduction::far_term(int32_t number, int32_t chunk) const {
   const int64_t begin = (peers_ ? 1 : 1 + at_.clique()) * stride_;
-  return {Buffer::kPartial, begin + bytes(number * far_rows_ + far_first_[index(chunk)])};
+  return {Buffer::kPartial, begin + bytes(number * far_rows_ + far_first_[at(chunk)])};
 }
 
 namespace {
@@ -100,8 +100,8 @@ Where behind(Where where, int64_t bytes) {
 
 // Each rank's terms to the ranks that add them up.
 void HierarchicalReduction::begin(int32_t chunk, Chunk where) {
-  chunks_[index(chunk)] = std::move(where);
-  Sent& sent = sent_[index(chunk)];
+  chunks_[at(chunk)] = std::move(where);
+  Sent& sent = sent_[at(chunk)];
   if (!peers_) {
     sent.last = copy_own(chunk, Lane::kSide0, {});
     if (at_.clique() > 1) sent.last = list_.add(Lane::kSide0, terms(chunk));
@@ -152,7 +152,7 @@ SendReceive HierarchicalReduction::terms(int32_t chunk) const {
 
 // Sums of the clique's terms; the step after which they are there.
 StepId HierarchicalReduction::add_within(int32_t chunk) {
-  const Sent& sent = sent_[index(chunk)];
+  const Sent& sent = sent_[at(chunk)];
   const int64_t rows = rows_of(chunk, at_.place());
   if (at_.clique() == 1 || rows == 0) return sent.last;
   if (peers_) {
@@ -197,7 +197,7 @@ StepId HierarchicalReduction::add_across(int32_t chunk) {
   const Lane lane = levels_.across(chunk);
   const int64_t rows = rows_of(chunk, at_.place(), own);
   const Where own_sums = behind(sums(chunk), bytes(own * grain(chunk)));
-  const Where result = all_reduces_ ? cell(chunk, at_.place(), own) : chunks_[index(chunk)].result;
+  const Where result = all_reduces_ ? cell(chunk, at_.place(), own) : chunks_[at(chunk)].result;
   list_.add(lane, Copy{own_sums, far_term(own, chunk), bytes(rows)});
   AddTerms sum = {far_term(0, chunk), result, rows, plan_.resources.finish_ctas};
   sum.terms = at_.cliques();

@@ -114,7 +114,6 @@ class HierarchicalReduction {
     StepId last = 0;
     int32_t signal = 0;
   };
-  static size_t index(int32_t number) { return static_cast<size_t>(number); }
   int64_t bytes(int64_t rows) const { return rows * row_bytes_; }
   int64_t height(int32_t chunk) const;
   int64_t grain(int32_t chunk) const;

@@ -33,8 +33,7 @@ class Produce : Family {
   }
 
   StepList lower() {
-    list_.made.steps.reserve(
-        index(chunks_ * (compute_ == Compute::kKernel ? 3 : 2 + row_parts_) + 3));
+    list_.made.steps.reserve(at(chunks_ * (compute_ == Compute::kKernel ? 3 : 2 + row_parts_) + 3));
     list_.made.counters = chunks_;
     const int64_t product_bytes = plan_.problem.m * row_bytes_;
     const bool matrix = callers_ && !packed_;
@@ -142,7 +141,7 @@ class Produce : Family {
   void complete(int32_t chunk) {
     switch (compute_) {
       case Compute::kKernel:
-        list_.add_held(side(chunk), WaitForTiles{chunk, plan_.chunks[index(chunk)].tiles});
+        list_.add_held(side(chunk), WaitForTiles{chunk, plan_.chunks[at(chunk)].tiles});
         return;
       case Compute::kLibrary:
         list_.add_held(side(chunk), Mark{chunk}, {compute(chunk)});
@@ -172,7 +171,7 @@ class Produce : Family {
     for (int32_t part = 0; part < row_parts_; ++part) {
       const Where rows = {Buffer::kProduct, rows_of(chunk, part).begin * row_bytes_};
       list_.add(side(chunk),
-                Copy{rows, place(chunk, part), extents_[index(chunk)].count * element_bytes_});
+                Copy{rows, place(chunk, part), extents_[at(chunk)].count * element_bytes_});
     }
   }
 
@@ -192,8 +191,8 @@ class Produce : Family {
     const Where source = place(chunk, exchanges_ ? rank_ : 0);
     const Where destination = row_parts_ > 1 ? result(chunk) : place(chunk, 0);
     return list_.add_of_chunk(chunk, side(chunk),
-                              Collective{plan_.collective, plan_.chunks[index(chunk)].max_ctas,
-                                         lane, source, destination, extents_[index(chunk)].count});
+                              Collective{plan_.collective, plan_.chunks[at(chunk)].max_ctas, lane,
+                                         source, destination, extents_[at(chunk)].count});
   }
 
   // True if something is left to do once the chunk has been communicated.
@@ -202,9 +201,9 @@ class Produce : Family {
   }
 
   void finish(int32_t chunk, StepId communicated) {
-    const plan::Rows rows = rows_[index(chunk)];
+    const plan::Rows rows = rows_[at(chunk)];
     std::vector<StepId> after = {communicated};
-    if (list_.made.steps[index(communicated)].lane == Lane::kCopy) after.clear();
+    if (list_.made.steps[at(communicated)].lane == Lane::kCopy) after.clear();
     if (packed_) {
       Unpack unpack;
       unpack.chunk = chunk;
@@ -229,25 +228,25 @@ class Produce : Family {
   // A chunk's rows of a part, in the product.
   plan::Rows rows_of(int32_t chunk, int32_t part) const {
     const int64_t first = part * plan::part_rows(plan_);
-    return {first + rows_[index(chunk)].begin, first + rows_[index(chunk)].end};
+    return {first + rows_[at(chunk)].begin, first + rows_[at(chunk)].end};
   }
 
   // Where a chunk, or one part of it, lies in what is communicated.
   Where place(int32_t chunk, int32_t part) const {
-    const plan::Extent& extent = extents_[index(chunk)];
+    const plan::Extent& extent = extents_[at(chunk)];
     return {buffer_, (extent.offset + part * extent.count) * element_bytes_};
   }
 
   Where output(int32_t chunk) const {
-    return {Buffer::kOutput, rows_[index(chunk)].begin * row_bytes_};
+    return {Buffer::kOutput, rows_[at(chunk)].begin * row_bytes_};
   }
 
   // Where the communicated rows of a row-major chunk lie. A reduce-scatter puts them where the caller wants them,
   // unless NCCL should take its window kernels, or the last tile is larger than what is left of the output.
   Where result(int32_t chunk) const {
     if (row_parts_ == 1) return place(chunk, 0);
-    const plan::Rows rows = rows_[index(chunk)];
-    const bool whole = extents_[index(chunk)].count == (rows.end - rows.begin) * plan_.problem.n;
+    const plan::Rows rows = rows_[at(chunk)];
+    const bool whole = extents_[at(chunk)].count == (rows.end - rows.begin) * plan_.problem.n;
     return whole && buffer_ != Buffer::kWindow ? output(chunk) : place(chunk, rank_);
   }
 

@@ -80,7 +80,6 @@ class ProgramBuilder : Family {
     size_t place = 0;  // in the launch
   };
 
-  static size_t at(int64_t index) { return static_cast<size_t>(index); }
   const plan::Transfer& transfer(size_t number) const { return places_.transfers[number]; }
   std::map<int32_t, std::vector<size_t>> own_rounds() const;
   Where stage(int64_t bytes);

@@ -86,9 +86,9 @@ class Ring : Family {
     const int32_t round_rows = plan::ring_round_rows(plan_);
     Gemm gemm =
         gemm_of_all(plan::ring_order(ranks_, part_tile_rows_, plan::tiles_n(plan_), round_rows));
-    gemm.outputs.resize(index(ranks_));
+    gemm.outputs.resize(at(ranks_));
     for (int32_t phase = 0; phase < ranks_; ++phase) {
-      gemm.outputs[index(part_of(phase))] = target(phase);
+      gemm.outputs[at(part_of(phase))] = target(phase);
     }
     gemm.map.mode = plan::RowMap::Mode::kSplit;
     gemm.map.part_rows = static_cast<int32_t>(part_rows_);

@@ -142,11 +142,11 @@ class Stripes : Family {
   // Adds up this rank's rows of the chunk. An all-reduce's sums go to all ranks.
   void finish(int32_t chunk) {
     // A rank that waits has computed its own terms: peers' come at about that time.
-    std::vector<StepId> after = {computed_[index(chunk)]};
+    std::vector<StepId> after = {computed_[at(chunk)]};
     if (peers_) {
-      list_.add(Lane::kSide1, WaitForPeers{announced_[index(chunk)]}, std::exchange(after, {}));
+      list_.add(Lane::kSide1, WaitForPeers{announced_[at(chunk)]}, std::exchange(after, {}));
     } else {
-      after.push_back(announced_[index(chunk)]);
+      after.push_back(announced_[at(chunk)]);
     }
     const plan::Rows all = rows_in_part(chunk);
     const int64_t pieces = pieces_of(all);

@@ -23,7 +23,7 @@ void enqueue(Walk& w) {
   for (size_t id = 0; id < w.list.steps.size(); ++id) {
     const Step& step = w.list.steps[id];
     LaneState& lane = w.lanes[w.lane_of(step)];
-    (lane.last == kNone ? lane.next : w.next_of_lane[index(lane.last)]) = static_cast<StepId>(id);
+    (lane.last == kNone ? lane.next : w.next_of_lane[at(lane.last)]) = static_cast<StepId>(id);
     lane.last = static_cast<StepId>(id);
     double& begin_us = w.price.steps[id].begin_us;
     if (const auto* fork = std::get_if<Fork>(&step.what)) {
@@ -45,7 +45,7 @@ void enqueue(Walk& w) {
 
 void finish(Walk& w, LaneState& lane, double end_us) {
   if (end_us == kNever) return;
-  const size_t id = index(lane.next);
+  const size_t id = at(lane.next);
   lane.free_us = w.price.steps[id].end_us = end_us;
   lane.next = w.next_of_lane[id];
 }
@@ -54,7 +54,7 @@ void finish(Walk& w, LaneState& lane, double end_us) {
 bool go_on(Walk& w, LaneState& lane) {
   const StepId first = lane.next;
   while (lane.next != kNone && !lane.calls) {
-    const size_t id = index(lane.next);
+    const size_t id = at(lane.next);
     const double after_us = w.after_us(id);
     if (after_us == kNever) break;
     double& begin_us = w.price.steps[id].begin_us;
@@ -74,7 +74,7 @@ bool carry(Walk& w) {
     const auto flows = [&](const LaneState& lane) {
       return lane.calls && lane.flows_at_us <= w.now_us;
     };
-    const auto sides = std::span(w.lanes).subspan(1, index(w.lanes_beside));
+    const auto sides = std::span(w.lanes).subspan(1, at(w.lanes_beside));
     const auto flowing = static_cast<double>(std::count_if(sides.begin(), sides.end(), flows));
     const auto rate = [&](const LaneState& lane) { return std::min(lane.most, link / flowing); };
     // The next start of a flow, or end of a call.
@@ -96,7 +96,7 @@ bool carry(Walk& w) {
     w.now_us = next_us;
     if (!ends) continue;
     next->calls = false;
-    w.price.expected.communication_us += w.now_us - w.price.steps[index(next->next)].begin_us;
+    w.price.expected.communication_us += w.now_us - w.price.steps[at(next->next)].begin_us;
     finish(w, *next, w.now_us);
     return true;
   }

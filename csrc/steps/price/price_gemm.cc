@@ -102,7 +102,7 @@ double await_chunks(Walk& w, const Gemm& gemm, const plan::TileOrder& order, dou
   };
   double end_us = begin_us + flow_us(0);
   for (int32_t chunk = 1; chunk < order.num_chunks; ++chunk) {
-    end_us = std::max(end_us, w.arrived_us[index(chunk - 1)]) + flow_us(chunk);
+    end_us = std::max(end_us, w.arrived_us[at(chunk - 1)]) + flow_us(chunk);
   }
   const double all_us =
       w.computed(w.profile.gemm.round_factor * rounds_of(order.num_tiles(), gemm.ctas) * w.tile_us);
@@ -173,7 +173,7 @@ double callers_us_beside(const Walk& w, bool communicates) {
 }  // namespace
 
 double end_of(const Gemm& gemm, Walk& w, size_t id, double& begin_us) {
-  const plan::TileOrder& order = w.list.orders[index(gemm.order)];
+  const plan::TileOrder& order = w.list.orders[at(gemm.order)];
   const int64_t tiles = gemm.end_tile - gemm.first_tile;
   if (gemm.counts) return count(w, order, begin_us);
   if (gemm.announces) return pass_on(w, gemm, begin_us);
@@ -212,9 +212,9 @@ double end_of(const LibraryGemm& gemm, Walk& w, size_t id, double& begin_us) {
 }
 
 double end_of(const CallersKernel& kernel, Walk& w, size_t id, double& begin_us) {
-  const size_t counters = index(std::max(1, w.list.counters));
+  const size_t counters = at(std::max(1, w.list.counters));
   std::vector<double> tiles(counters, 0.0);
-  for (const int32_t counter : w.list.tiles.chunks) ++tiles[index(counter)];
+  for (const int32_t counter : w.list.tiles.chunks) ++tiles[at(counter)];
   const auto all = static_cast<double>(w.list.tiles.chunks.size());
   const bool several =
       std::count_if(tiles.begin(), tiles.end(), [](double n) { return n > 0.0; }) > 1;

@@ -192,7 +192,7 @@ double end_of(const CopyRows& copy, Walk& w, size_t id, double& begin_us) {
 }
 
 double end_of(const Pack& pack, Walk& w, size_t, double& begin_us) {
-  const double tiles = w.plan.chunks[index(pack.chunk)].tiles;
+  const double tiles = w.plan.chunks[at(pack.chunk)].tiles;
   return begin_us + w.finish_us(tiles * w.plan.tile_m * w.plan.tile_n * w.element);
 }
 
@@ -213,8 +213,8 @@ double end_of(const WaitForSlots&, Walk& w, size_t, double& begin_us) {
 }
 
 double end_of(const WaitForPeers& wait, Walk& w, size_t, double& begin_us) {
-  if (w.arrived_us.size() <= index(wait.step)) return kNever;
-  return std::max(begin_us, w.arrived_us[index(wait.step)]);
+  if (w.arrived_us.size() <= at(wait.step)) return kNever;
+  return std::max(begin_us, w.arrived_us[at(wait.step)]);
 }
 
 double end_of(const Signal&, Walk& w, size_t, double& begin_us) {
@@ -241,7 +241,7 @@ double end_of(const Announce&, Walk& w, size_t, double& begin_us) {
 double end_of(const Await&, Walk& w, size_t id, double& begin_us) {
   double us = 0.0;
   if (const StepId next = w.next_of_lane[id]; next != kNone) {
-    const What& what = w.list.steps[index(next)].what;
+    const What& what = w.list.steps[at(next)].what;
     if (const auto* copy = std::get_if<Copy>(&what))
       us = w.sent_us(static_cast<double>(copy->bytes));
     if (const auto* copy = std::get_if<CopyRows>(&what)) {
@@ -268,11 +268,11 @@ double end_of(const Interpret& step, Walk& w, size_t, double& begin_us) {
   }
   begin_us = when_ctas_fit(w, begin_us, step.streams * step.blocks);
   const double start_us = begin_us + w.profile.host.launch_us;
-  std::vector<double> free_us(index(step.streams), start_us);
-  std::vector<double> stream_sent_us(index(step.streams), 0.0);
+  std::vector<double> free_us(at(step.streams), start_us);
+  std::vector<double> stream_sent_us(at(step.streams), 0.0);
   for (const Half& half : step.halves) {
-    double& us = free_us[index(half.stream)];
-    double& sent = stream_sent_us[index(half.stream)];
+    double& us = free_us[at(half.stream)];
+    double& sent = stream_sent_us[at(half.stream)];
     for (const CounterWait& wait : half.waits) us = std::max(us, w.counter_us(wait.counter));
     const auto bytes = static_cast<double>(half.rows * half.row_bytes);
     const double moved_us = w.sent_us(bytes) / w.profile.peer.collective_rate;

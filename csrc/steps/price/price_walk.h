@@ -21,10 +21,6 @@ namespace overlap::steps {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr StepId kNone = -1;
 
-inline size_t index(int32_t number) {
-  return static_cast<size_t>(number);
-}
-
 // A lane, and its NCCL call, if one is under way.
 struct LaneState {
   StepId next = kNone;
@@ -91,13 +87,13 @@ struct Walk {
   double after_us(size_t id) const {
     double us = 0.0;
     for (const StepId other : list.steps[id].after) {
-      us = std::max(us, price.steps[index(other)].end_us);
+      us = std::max(us, price.steps[at(other)].end_us);
     }
     return us;
   }
   // When a counter has reached its target.
   double counter_us(int32_t counter) const {
-    if (index(counter) < price.computed_us.size()) return price.computed_us[index(counter)];
+    if (at(counter) < price.computed_us.size()) return price.computed_us[at(counter)];
     const auto found = counters_us.find(counter);
     return found == counters_us.end() ? kNever : found->second;
   }
@@ -116,7 +112,7 @@ struct Walk {
   }
   // The bytes that a chunk's communication leaves for a step that puts them in place.
   double chunk_bytes_after(size_t id) const {
-    const Step& call = list.steps[index(list.steps[id].after[0])];
+    const Step& call = list.steps[at(list.steps[id].after[0])];
     return static_cast<double>(std::get<Collective>(call.what).count) * element;
   }
   // A step that puts a chunk in place hides beside the next chunk's communication; one that copies an all-gather's rows

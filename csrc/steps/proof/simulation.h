@@ -11,15 +11,12 @@
 #include <utility>
 #include <vector>
 
+#include "steps/list/list.h"
 #include "steps/proof/contents.h"
 #include "steps/proof/graph.h"
 #include "steps/proof/proof.h"
 
 namespace overlap::steps {
-
-inline size_t at(int32_t index) {
-  return static_cast<size_t>(index);
-}
 
 // Streams of callers, each with memory of its own.
 inline constexpr int32_t kStreams = 2;
