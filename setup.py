@@ -1,6 +1,6 @@
 """Builds overlap_torch: one build.ninja for the op library `_C` and the modules `_plan` (planner) and `_eager` (calls).
 
-A checkout also gets `tests/_plan_test`, the tests' own.
+A checkout also gets `tests/_plan_test` and `tests/_steps_test`, the tests' own.
 
     pip install .                              against the torch that is installed (tools/build_backend.py)
     python setup.py build_ext --inplace        the same, into the checkout (what `make build` runs)
@@ -55,6 +55,7 @@ EXTENSIONS = {"_C": "_C.so", "_plan": PLAN_NAME, "_eager": EAGER_NAME}  # and th
 # Tests need these beyond `_plan`, and the types of `_plan`, which a build has only where
 # pybind11-stubgen is installed.
 PLAN_TEST_NAME = f"_plan_test{sysconfig.get_config_var('EXT_SUFFIX')}"
+STEPS_TEST_NAME = "_steps_test.so"
 PLAN_STUB_NAME = "_plan.pyi"
 PROFILE = "overlap_torch/profiles/h200.json"
 TORCH_HEADERS = "cpu/torch_headers.h"
@@ -175,6 +176,19 @@ def plan_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
         stub = f"{folder}/{PLAN_STUB_NAME}"
         edges.append(Edge("plan_stub", stub, [f"{folder}/{PLAN_NAME}"], [], [tool]))
     return edges
+
+
+def steps_test_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
+    """`_steps_test`: ops of the tests, on the executors of `_C`."""
+    flags, library_flags, library_files = with_libraries(torch, cuda)
+    module = torch_edges(sources("steps_test/*.cc", "tests"), folder, flags)
+    changed = ("/mutate.cc.o", "/structure.cc.o")
+    changes = [file for file in objects(plan_test_edges()) if file.endswith(changed)]
+    inputs = objects([*module, *planner_edges()]) + changes
+    library = [f"-L{folder}", "-l:_C.so", "-Wl,-rpath,$ORIGIN/../overlap_torch"]
+    depends = [f"{folder}/_C.so", *library_files]
+    link = Edge("link", f"{folder}/{STEPS_TEST_NAME}", inputs, [*library, *library_flags], depends)
+    return [*module, link]
 
 
 def plan_test_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
@@ -459,6 +473,8 @@ class build_ext(setuptools_build_ext):
             *eager_edges(folder, torch),
             *op_edges(folder, torch, cuda),
         ]
+        if in_checkout:
+            edges += steps_test_edges(folder, torch, cuda)
         run_ninja(folder, edges, cuda)
         built = ROOT / folder
         (built / "_build.json").write_text(build_record(torch, cuda, reason))
@@ -466,6 +482,8 @@ class build_ext(setuptools_build_ext):
         place_planner(package, in_checkout)
         for name in (EXTENSIONS["_C"], EAGER_NAME, "_build.json"):
             place(built / name, package / name)
+        if in_checkout:
+            place(built / STEPS_TEST_NAME, ROOT / "tests" / STEPS_TEST_NAME)
 
 
 def requirement() -> str:

@@ -47,6 +47,8 @@ class Memory {
         return call_.outputs[static_cast<size_t>(where.index)];
       case steps::Buffer::kGathered:
         return call_.gathered;
+      case steps::Buffer::kIndices:
+        return call_.indices[static_cast<size_t>(where.index)];
       case steps::Buffer::kProduct:
         if (call_.product.defined()) return call_.product;
         [[fallthrough]];
@@ -74,6 +76,18 @@ class Memory {
     const int64_t element = all.element_size();
     return all.as_strided({rows, row_bytes / element}, {stride / element, 1},
                           all.storage_offset() + where.offset / element);
+  }
+
+  // The rows that a step takes: `most`, or as many as the count says.
+  int64_t counted(const std::optional<steps::Where>& count, int64_t most) const {
+    if (!count) return most;
+    return std::clamp<int64_t>(flat(*count, 1).item<int64_t>(), 0, most);
+  }
+  // All rows of a buffer from the place on.
+  at::Tensor all_spaced(const steps::Where& where, int64_t row_bytes, int64_t stride) const {
+    const at::Tensor& all = tensor(where);
+    const int64_t rows = (all.numel() * all.element_size() - where.offset - row_bytes) / stride + 1;
+    return spaced(where, rows, row_bytes, stride);
   }
 
   // Does it for each tile of the chunk that has rows in the matrix, with its number in the order.

@@ -149,7 +149,7 @@ class Run : Memory {
 
   void perform(const steps::LibraryGemm& step, steps::StepId) {
     const bool all = step.weight == steps::LibraryGemm::kAllWeights;
-    const int64_t rows = step.rows.end - step.rows.begin;
+    const int64_t rows = counted(step.count, step.rows.end - step.rows.begin);
     for (size_t i = 0; i < call_.weights.size(); ++i) {
       const auto weight = static_cast<int32_t>(i);
       if (!all && weight != step.weight) continue;
@@ -218,9 +218,18 @@ class Run : Memory {
     bytes(step.destination, step.bytes).copy_(bytes(step.source, step.bytes));
   }
   void perform(const steps::CopyRows& step, steps::StepId) {
-    if (step.rows == 0) return;
-    const at::Tensor from = spaced(step.source, step.rows, step.row_bytes, step.source_stride);
-    at::Tensor to = spaced(step.destination, step.rows, step.row_bytes, step.destination_stride);
+    const int64_t rows = counted(step.count, step.rows);
+    if (rows == 0) return;
+    at::Tensor from = step.from_rows
+                          ? all_spaced(step.source, step.row_bytes, step.source_stride)
+                                .index_select(0, flat(*step.from_rows, rows))
+                          : spaced(step.source, rows, step.row_bytes, step.source_stride);
+    if (step.to_rows) {
+      all_spaced(step.destination, step.row_bytes, step.destination_stride)
+          .index_copy_(0, flat(*step.to_rows, rows), from);
+      return;
+    }
+    at::Tensor to = spaced(step.destination, rows, step.row_bytes, step.destination_stride);
     if (step.adds) {
       to.add_(from);
     } else {

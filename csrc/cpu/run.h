@@ -35,7 +35,8 @@ struct Call {
   std::optional<at::Tensor> bias = {};                 // that other steps add
   std::vector<at::Tensor> outputs = {};
   at::Tensor gathered = {};
-  at::Tensor product = {};  // made here if it is not given
+  at::Tensor product = {};               // made here if it is not given
+  std::vector<at::Tensor> indices = {};  // kIndices, int64, where the list has some
   // The GEMM of scaled operands, one for each weight: into the output, with this weight, over all rows, with
   // what is added.
   std::function<void(at::Tensor&, size_t, const at::Tensor&, const std::optional<at::Tensor>&)>
@@ -53,7 +54,7 @@ struct Timeline {
 };
 
 // Returns when the call is done. Steps that communicate fail at the group's deadline.
-Timeline run(const Call& call);
+[[gnu::visibility("default")]] Timeline run(const Call& call);
 
 // A call whose kernel the caller runs: begin() does what comes before it, and finish() the rest.
 class OpenCall {

@@ -1,9 +1,10 @@
-#include "runtime/run_state.h"
+#include "runtime/enqueue.h"
 
 #include <algorithm>
 #include <limits>
 #include <vector>
 
+#include "kernels/chunk/rectangles.h"
 #include "kernels/signal/signal.h"
 #include "runtime/error.h"
 
@@ -100,6 +101,23 @@ void enqueue(RunState& run, const steps::Copy& step, cudaStream_t on) {
   copy_rows(run.at(step.destination), run.at(step.source), step.bytes, on);
 }
 void enqueue(RunState& run, const steps::CopyRows& step, cudaStream_t on) {
+  if (step.by_indices()) {
+    const auto numbers = [&](const std::optional<Where>& where) {
+      return reinterpret_cast<const int64_t*>(run.at(where));
+    };
+    check_cuda(kernels::copy_listed_rows({.from = run.at(step.source),
+                                          .to = run.at(step.destination),
+                                          .from_stride = step.source_stride,
+                                          .to_stride = step.destination_stride,
+                                          .row_bytes = step.row_bytes,
+                                          .rows = step.rows,
+                                          .count = numbers(step.count),
+                                          .from_rows = numbers(step.from_rows),
+                                          .to_rows = numbers(step.to_rows)},
+                                         on),
+               "copying listed rows");
+    return;
+  }
   if (step.adds) {
     run.call.operands->add(step, run.at(step.source), run.at(step.destination), on);
     return;

@@ -121,12 +121,7 @@ void weaken(const Fork& one, const With& with) {
 template <typename Kind, typename With>
 void weaken(const Kind&, const With&) {}
 
-// A list in which something is missing, or in another place.
-struct Changed {
-  StepId step = 0;
-  std::string what;  // "wait_for_tiles left out"
-  StepList list;
-};
+}  // namespace
 
 std::vector<Changed> weakened(const StepList& list) {
   std::vector<Changed> all;
@@ -179,8 +174,6 @@ std::vector<Changed> disturbed(const StepList& list) {
   }
   return all;
 }
-
-}  // namespace
 
 std::vector<Unnoticed> unnoticed(const Ranks& ranks, int32_t rank, Change change, int64_t& tried) {
   std::vector<Unnoticed> all;

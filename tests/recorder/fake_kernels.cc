@@ -297,8 +297,9 @@ LAUNCH(peer_all_reduce_low_latency, PeerLowLatencyParams, low_latency_of(p))
 LAUNCH(unpack_chunk, ReorderParams, "unpack" + reorder_of(p))
 LAUNCH(pack_chunk, ReorderParams, "pack" + reorder_of(p))
 LAUNCH(add_terms, TermsParams, terms_of(p))
-// No case has it.
+// No case has these.
 LAUNCH(copy_rectangles, std::vector<CopyRectangle>, cat("copy ", p.size(), " rectangles"))
+LAUNCH(copy_listed_rows, ListedRows, "copy listed rows" + SHOW(p.rows))
 
 cudaError_t load_kernels() {
   return cudaSuccess;
@@ -310,6 +311,14 @@ cudaError_t load_interpreter_kernels() {
 
 cudaError_t write_step_numbers(uint64_t*, int32_t, const uint64_t*, uint64_t, cudaStream_t) {
   return cudaErrorNotSupported;  // no case has it
+}
+
+bool gemm_supported(plan::Kernel, const GemmParams&) {
+  return true;
+}
+
+bool copies_beside(plan::Kernel kernel) {
+  return plan::is_sm90(kernel);
 }
 
 cudaError_t device_counters(int32_t** counters) {

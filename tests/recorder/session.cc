@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <new>
+#include <numeric>
 
 #include "plan/templates.h"
 #include "record.h"
@@ -54,9 +55,8 @@ bool takes(const Call& call, size_t weight = 0) {
 // A call's memory and the framework's GEMM, as the bindings have them.
 class CallOperands : public runtime::Operands {
  public:
-  CallOperands(const Call& call, const steps::Variant& variant, const steps::StepList& list,
-               cudaStream_t stream)
-      : plan_(call.plan), variant_(variant), list_(list), stream_(stream) {
+  CallOperands(const Call& call, const steps::StepList& list, cudaStream_t stream)
+      : call_(call), plan_(call.plan), list_(list), stream_(stream) {
     for (size_t weight = 0; weight < call.takes.size(); ++weight) {
       const plan::Problem& problem = plan_.problem;
       kernels::GemmParams gemm;
@@ -95,16 +95,18 @@ class CallOperands : public runtime::Operands {
 
   void* library(const steps::LibraryGemm& step, const void* input, const void* adds,
                 void* output) override {
-    if (gathers()) {
-      const bool all = step.weight == steps::LibraryGemm::kAllWeights;
-      for (int32_t weight = 0; weight < static_cast<int32_t>(gemms_.size()); ++weight) {
-        if (all || weight == step.weight) {
-          enqueue(cat(" of weight", weight), step.rows, input, nullptr);
-        }
+    const plan::Problem& problem = plan_.problem;
+    if (step.weight == steps::LibraryGemm::kAllWeights) {
+      for (size_t weight = 0; weight < gemms_.size(); ++weight) {
+        enqueue(cat(" of weight", weight), step.rows, input, nullptr);
       }
       return nullptr;
     }
-    if (makes_product()) output = tensor("product", plan_.problem.m, plan_.problem.n);
+    if (gathers()) {
+      enqueue(cat(" of weight", step.weight), step.rows, input, nullptr);
+      return nullptr;
+    }
+    if (makes_product()) output = tensor("product", problem.m, problem.n);
     enqueue(adds == nullptr ? "" : " plus", step.rows, adds, output);
     return makes_product() ? output : nullptr;
   }
@@ -146,24 +148,60 @@ class CallOperands : public runtime::Operands {
                             plan_.collective == plan::Collective::kDirect);
   }
 
-  char* tensor(const std::string& name, int64_t rows, int64_t columns) const {
-    return allocate(name, rows * columns * plan::element_bytes(plan_.problem.dtype));
+  static int64_t sum(const std::vector<int64_t>& rows) {
+    return std::accumulate(rows.begin(), rows.end(), int64_t{0});
   }
-  static char* allocate(const std::string& name, int64_t bytes) {
+
+  char* tensor(const std::string& name, int64_t rows, int64_t columns) const {
+    if (!record().on) return reinterpret_cast<char*>(uintptr_t{1} << 40);  // nobody looks
+    const int64_t bytes = rows * columns * plan::element_bytes(plan_.problem.dtype);
     return static_cast<char*>(record().allocate(name, bytes));
   }
 
-  char* make(Buffer buffer, int32_t index) const {
-    // The framework's GEMM makes these.
-    if (buffer == Buffer::kProduct && makes_product()) return nullptr;
-    const bool sequential = plan_.schedule == plan::Schedule::kSequential;
-    if (buffer == Buffer::kOutput && gathers() && sequential) return nullptr;
-    const int64_t bytes = steps::buffer_bytes(plan_, variant_, list_, {buffer, 0, index});
-    if (buffer >= Buffer::kStaging && bytes == 0) {
-      record().violation(cat("the list holds no ", steps::name(buffer)));
+  // Memory that the list names among what the call makes, of as many bytes.
+  char* scratch(Buffer buffer, const std::string& name) const {
+    const auto found = std::ranges::find(list_.scratch, buffer, &steps::Scratch::buffer);
+    if (found != list_.scratch.end()) {
+      return static_cast<char*>(record().allocate(name, found->bytes));
     }
-    if (buffer == Buffer::kOutput && gathers()) return allocate(cat("output", index), bytes);
-    return allocate(steps::name(buffer), bytes);
+    record().violation(cat("the list holds no ", name));
+    return nullptr;
+  }
+
+  char* make(Buffer buffer, int32_t index) const {
+    const plan::Problem& problem = plan_.problem;
+    const bool sequential = plan_.schedule == plan::Schedule::kSequential;
+    switch (buffer) {
+      case Buffer::kInput:
+        return tensor("input",
+                      gathers()     ? plan::part_rows(plan_)
+                      : exchanges() ? sum(call_.send_rows)
+                                    : problem.m,
+                      problem.k);
+      case Buffer::kOutput:
+        if (gathers() && sequential) return nullptr;  // the framework's GEMM makes them
+        if (gathers()) {
+          const auto weight = static_cast<size_t>(index);
+          return tensor(cat("output", index), problem.m, columns_of(call_, weight));
+        }
+        if (exchanges()) return tensor("output", sum(call_.receive_rows), problem.n);
+        return tensor(
+            "output",
+            problem.op == plan::Op::kGemmReduceScatter ? problem.m / problem.world_size : problem.m,
+            problem.n);
+      case Buffer::kGathered:
+        return tensor("gathered", problem.m, problem.k);
+      case Buffer::kStaging:
+        return scratch(buffer, "staging");
+      case Buffer::kProduct:
+        if (makes_product()) return nullptr;
+        return scratch(buffer, exchanges() ? "product" : "rows");
+      case Buffer::kPartial:
+        return scratch(buffer, "rows");
+      default:
+        record().violation(cat("a step names the ", steps::name(buffer), ", which no call has"));
+        return nullptr;
+    }
   }
 
   // The framework's GEMM, on the caller's stream.
@@ -176,8 +214,8 @@ class CallOperands : public runtime::Operands {
     record().operation(stream_, text);
   }
 
+  const Call& call_;
   const plan::Plan& plan_;
-  const steps::Variant& variant_;
   const steps::StepList& list_;
   const cudaStream_t stream_;
   std::vector<kernels::GemmParams> gemms_;
@@ -213,8 +251,8 @@ class Session {
     return call.other_stream ? other_caller_ : caller_;
   }
 
-  // Decides on a call's list, as the bindings do.
-  steps::Variant variant_of(const Call& call) const {
+  // The list of a call, as the bindings make it.
+  steps::StepList lower(const Call& call) const {
     const plan::Plan& plan = call.plan;
     steps::Variant variant = {.compute = steps::kernel_if(takes(call)),
                               .bias = call.bias,
@@ -239,15 +277,13 @@ class Session {
             call.captured);
       }
     }
-    return variant;
+    return steps::lower(plan, group_->rank(), group_->machine(), variant);
   }
 
   void run(const Call& call) {
-    const steps::Variant variant = variant_of(call);
-    const steps::StepList list =
-        steps::lower(call.plan, group_->rank(), group_->machine(), variant);
+    const steps::StepList list = lower(call);
     const cudaStream_t stream = stream_of(call);
-    CallOperands operands(call, variant, list, stream);
+    CallOperands operands(call, list, stream);
     const plan::Problem& problem = call.plan.problem;
     const int64_t row_bytes = problem.n * plan::element_bytes(problem.dtype);
     const void* const bias = call.bias ? record().allocate("bias", row_bytes) : nullptr;

@@ -26,6 +26,8 @@ void* CudaOperands::base(steps::Buffer buffer, int32_t index) {
       return pointer(product_);
     case Buffer::kPartial:
       return pointer(partial_);
+    case Buffer::kIndices:
+      return nullptr;  // no list of an op's has any
     case Buffer::kWindow:
     case Buffer::kStripes:
     case Buffer::kSlot:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "binding/python/steps_module.h"
@@ -109,8 +110,8 @@ void bind_steps(py::module_& m) {
       py::arg("plan"), py::arg("rank"), py::arg("machine"), py::arg("awaits") = false,
       py::arg("send_rows") = std::vector<int64_t>{},
       py::arg("receive_rows") = std::vector<int64_t>{}, py::arg("pieces") = 1,
-      "The steps of a plan whose GEMM is a kernel of the caller's, each tile's chunk, and how many "
-      "tiles a row of tiles has.");
+      "The steps of a plan whose GEMM is a kernel of the caller's, each tile's chunk, and how "
+      "many tiles a row of tiles has.");
   def_steps(m, "steps_json", to_json,
             R"(What a rank enqueues for a call of the plan: a JSON object with a list of steps.
 

@@ -106,7 +106,7 @@ STEP(Gemm, "gemm",
 STEP(CallersKernel, "callers_kernel", UNUSUAL(counts) UNUSUAL(awaits))
 STEP(LibraryGemm, "library_gemm",
   UNUSUAL(weight) AS("begin", item.rows.begin) AS("end", item.rows.end)
-  FIELD(input) AS("output", item.output.where) AS("adds", item.output.adds))
+  FIELD(input) AS("output", item.output.where) AS("adds", item.output.adds) FIELD(count))
 STEP(WaitForTiles, "wait_for_tiles", FIELD(chunk) FIELD(tiles))
 STEP(Mark, "mark", FIELD(chunk))
 STEP(Arrive, "arrive", FIELD(chunk))
@@ -118,7 +118,7 @@ STEP(SendReceive, "send_receive",
 STEP(Copy, "copy", FIELD(source) FIELD(destination) FIELD(bytes))
 STEP(CopyRows, "copy_rows",
   FIELD(source) FIELD(source_stride) FIELD(destination) FIELD(destination_stride)
-  FIELD(rows) FIELD(row_bytes) UNUSUAL(adds))
+  FIELD(rows) FIELD(row_bytes) UNUSUAL(adds) FIELD(count) FIELD(from_rows) FIELD(to_rows))
 STEP(Delay, "delay", FIELD(us))
 STEP(Pack, "pack",
   FIELD(chunk) FIELD(order) FIELD(source) FIELD(destination) FIELD(term) FIELD(terms) FIELD(ctas))

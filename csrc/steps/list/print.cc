@@ -49,7 +49,7 @@ struct JsonFields {
 
 const char* name(Buffer buffer) {
   constexpr const char* kNames[] = {"input",   "output",  "gathered", "staging", "window",
-                                    "product", "partial", "stripes",  "slot"};
+                                    "product", "partial", "stripes",  "indices", "slot"};
   return kNames[static_cast<size_t>(buffer)];
 }
 

@@ -25,13 +25,14 @@ enum class Buffer : uint8_t {
   kPartial,   // one part of a ring's product, made by the framework's GEMM
   kStripes,  // index 0: the product, each of whose parts lies in its owner's memory; 1: all ranks' rows of this
   // rank's part, in rank order
-  kSlot,  // what peers send to a rank in this call, one of each rank
+  kIndices,  // rows' numbers and counts, int64, which only the device knows. index 0: the caller's; 1: what peers send
+  kSlot,     // what peers send to a rank in this call, one of each rank
 };
 
 struct Where {
   Buffer buffer = Buffer::kOutput;
   int64_t offset = 0;  // bytes
-  int32_t index = 0;   // kOutput: of which weight; kSlot: of which rank
+  int32_t index = 0;   // kOutput: of which weight; kSlot: of which rank; kIndices: of which of both
 
   friend bool operator==(const Where&, const Where&) = default;
 };
@@ -118,6 +119,7 @@ struct LibraryGemm {
   plan::Rows rows;
   Where input;
   Target output;
+  std::optional<Where> count = {};  // as CopyRows has it; the rest may be computed, and is nobody's
 };
 
 // Until the launch has finished so many tiles of the chunk; fails at the group's deadline, as all waits do.
@@ -175,7 +177,13 @@ struct CopyRows {
   int64_t destination_stride = 0;
   int64_t rows = 0;
   int64_t row_bytes = 0;
-  bool adds = false;
+  bool adds = false;  // false where one of the following is given
+  // Only the device knows how many rows there are: this number of kIndices, and at most `rows`.
+  std::optional<Where> count = {};
+  // For each row its number in the source or in the destination, in kIndices; else they follow each other.
+  std::optional<Where> from_rows = {};
+  std::optional<Where> to_rows = {};
+  bool by_indices() const { return count || from_rows || to_rows; }
 };
 
 // Holds the lane, so that a GEMM which was enqueued before has its SMs first.
@@ -479,10 +487,6 @@ bool communicates_in_place(const plan::Plan& plan);
 // Bytes of the longest message that a rank sends or receives in an all-to-all over peers, with what aligns it.
 int64_t longest_message(const plan::Plan& plan, int32_t rank, const std::vector<int64_t>& send_rows,
                         const std::vector<int64_t>& receive_rows);
-
-// Bytes of a buffer of a rank's call; 0 where it has none.
-int64_t buffer_bytes(const plan::Plan& plan, const Variant& variant, const StepList& list,
-                     const Where& where);
 
 const char* name(Buffer buffer);
 const char* name(Lane lane);

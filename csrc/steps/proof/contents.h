@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <map>
 #include <set>
+#include <string>
+#include <unordered_map>
 #include <vector>
 
 namespace overlap::steps {
@@ -36,8 +38,15 @@ class Sums {
 // The meaning of a byte, up to its place.
 struct Content {
   // Rows of inputs (of an all-gather, of all ranks' rows, one part after the other), of products, or of products tile
-  // by tile in tile order.
-  enum class Space : uint8_t { kNothing, kInput, kProduct, kTiles } space = Space::kNothing;
+  // by tile in tile order; numbers of a rank's kIndices; or rows beyond a count, which may travel and are nobody's.
+  enum class Space : uint8_t {
+    kNothing,
+    kInput,
+    kProduct,
+    kTiles,
+    kIndices,
+    kBeyondCount
+  } space = Space::kNothing;
   bool biased = false;
   int32_t weight = 0;
   int32_t call = 0;

@@ -25,6 +25,8 @@ struct Turn {
   int32_t stream = 0;                              // of the caller
   int32_t slot = 0;                                // over peers
   bool slots_may_be_busy = false;
+  // An example of what each rank's kIndices hold, where lists have some. Races are looked for whatever they hold.
+  const std::vector<std::vector<int64_t>>* indices = nullptr;
 };
 
 struct Fault {

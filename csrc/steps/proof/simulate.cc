@@ -53,8 +53,48 @@ int64_t Simulation::input_row_bytes(const Here& here) const {
   return here.plan->problem.k * plan::element_bytes(here.plan->problem.dtype);
 }
 
+namespace {
+int64_t sum_of(const std::vector<int64_t>& counts) {
+  int64_t sum = 0;
+  for (const int64_t count : counts) sum += count;
+  return sum;
+}
+}  // namespace
+
+// Bytes of a buffer.
 int64_t Simulation::room(const Here& here, const Where& where) const {
-  return buffer_bytes(*here.plan, *here.variant, *here.list, where);
+  const plan::Problem& problem = here.plan->problem;
+  const bool gathers = problem.traits().gathers();
+  const bool alltoall = problem.traits().rows_by_rank;
+  switch (where.buffer) {
+    case Buffer::kInput: {
+      const int64_t rows = gathers    ? problem.m / ranks_
+                           : alltoall ? sum_of(here.variant->send_rows)
+                                      : problem.m;
+      return rows * input_row_bytes(here);
+    }
+    case Buffer::kOutput: {
+      const int64_t rows = alltoall                      ? sum_of(here.variant->receive_rows)
+                           : problem.traits().scatters() ? problem.m / ranks_
+                                                         : problem.m;
+      return rows * row_bytes(here, where.index);
+    }
+    case Buffer::kGathered:
+      return problem.m * input_row_bytes(here);
+    case Buffer::kSlot:
+      return here.list->slot_bytes;
+    case Buffer::kStripes:
+      return ranks_ * plan::stripe_stride(here.list->stripe_bytes);
+    case Buffer::kIndices: {
+      const auto* const indices = here.call->indices;
+      return indices == nullptr ? 0 : static_cast<int64_t>((*indices)[at(here.rank)].size() * 8);
+    }
+    default:
+      for (const Scratch& scratch : here.list->scratch) {
+        if (scratch.buffer == where.buffer) return scratch.bytes;
+      }
+      return 0;
+  }
 }
 
 // Bytes of a buffer that has them.
@@ -62,10 +102,11 @@ Simulation::Place Simulation::place(const Here& here, const Where& where, int64_
                                     Node by) const {
   const bool fits = where.offset >= 0 && where.offset + bytes <= room(here, where);
   if (bytes > 0 && !fits) {
-    fail(Fault::Kind::kResult, says(by) + " takes bytes " + std::to_string(where.offset) + " to " +
-                                   std::to_string(where.offset + bytes) + " of " +
-                                   name(where.buffer) + ", which has " +
-                                   std::to_string(room(here, where)));
+    fail(Fault::Kind::kResult,
+         says(by) + " takes bytes " + std::to_string(where.offset) + " to " +
+             std::to_string(where.offset + bytes) + " of " + name(where.buffer) + ", which has " +
+             std::to_string(room(here, where)),
+         nullptr);
   }
   return {key(here, where), where.offset};
 }
@@ -123,8 +164,10 @@ void Simulation::reads_calls(const Span& span, const Here& here) {
 
 void Simulation::ends_call(Node node, Here& here) {
   if (here.ended || !here.list->takes_slot) {
-    fail(Fault::Kind::kDeadlock, says(node) + (here.ended ? " ends a call that has been ended"
-                                                          : " ends a call that takes no slot"));
+    fail(Fault::Kind::kDeadlock,
+         says(node) +
+             (here.ended ? " ends a call that has been ended" : " ends a call that takes no slot"),
+         nullptr);
   }
   accesses_.push_back(
       {key(here.rank, kCallsEnded, here.call->slot), 0, 1, node, node, true, false});
@@ -204,8 +247,9 @@ void Simulation::expand(int32_t turn) {
       here.id = -1;
       fail(Fault::Kind::kDeadlock,
            says(turn, here.rank, -1) +
-               ": nothing ends the call, so the peers wait in vain for its slot, and its next call "
-               "in this slot for numbers that the peers do not send");
+               ": nothing ends the call, so the peers wait in vain for its slot, and its next "
+               "call in this slot for numbers that the peers do not send",
+           nullptr);
     }
     ends.push_back(*here.ended);
   }
@@ -232,6 +276,9 @@ void Simulation::expand_rank(Here& here) {
   for (size_t i = 0; i < outputs; ++i) {
     cleared.push_back(key(here, {Buffer::kOutput, 0, static_cast<int32_t>(i)}));
   }
+  cleared.push_back(key(here, {Buffer::kIndices, 0, 1}));
+  const Key indices = key(here, {Buffer::kIndices});
+  const int64_t index_bytes = room(here, {Buffer::kIndices});
   const int32_t rank = here.rank;
   const int32_t turn = here.turn;
   effect(begin, [=, this] {
@@ -239,8 +286,10 @@ void Simulation::expand_rank(Here& here) {
       contents_[key].clear();
       begun_rows_[key].clear();
     }
-    const Content content = {Content::Space::kInput, false, 0, turn, sums_.of_rank(rank)};
+    Content content = {Content::Space::kInput, false, 0, turn, sums_.of_rank(rank)};
     contents_[input].write(0, Run{bytes, gathers ? rank * bytes : 0, content});
+    content.space = Content::Space::kIndices;
+    contents_[indices].write(0, Run{index_bytes, 0, content});
   });
 
   check_joins(here);
@@ -264,8 +313,10 @@ void Simulation::expand_rank(Here& here) {
     if (machine_.serial && i > 0) graph_.edge(here.ends[i - 1], span.first);
     for (const StepId id : step.after) {
       if (id < 0 || id >= here.id) {
-        fail(Fault::Kind::kDeadlock, says(span.first) + " comes after #" + std::to_string(id) +
-                                         ", which is not enqueued before it");
+        fail(Fault::Kind::kDeadlock,
+             says(span.first) + " comes after #" + std::to_string(id) +
+                 ", which is not enqueued before it",
+             nullptr);
       }
       graph_.edge(here.ends[at(id)], span.first);
     }
@@ -294,9 +345,11 @@ void Simulation::check_joins(Here& here) const {
     if (all || step.lane == Lane::kCaller) lanes[step.lane] = true;
     joined[i] = joined[i] || lanes[step.lane];
     if (!joined[i]) {
-      fail(Fault::Kind::kRace, says(here.turn, here.rank, static_cast<StepId>(i)) +
-                                   " is not joined: the caller's stream goes on without it, and no "
-                                   "CUDA graph can capture it");
+      fail(Fault::Kind::kRace,
+           says(here.turn, here.rank, static_cast<StepId>(i)) +
+               " is not joined: the caller's stream goes on without it, and no CUDA graph can "
+               "capture it",
+           nullptr);
     }
     lanes[step.lane] = true;
     for (const StepId id : step.after) {
@@ -324,7 +377,10 @@ void Simulation::consume_results(Here& here) {
   here.lane = Lane::kCaller;
   const Node end = node(here, "what follows the call");
   follow(tail(here, Lane::kCaller), end);
-  writes(end, end, here, {Buffer::kInput}, room(here, {Buffer::kInput}));
+  for (const Where& given :
+       {Where{Buffer::kInput}, Where{Buffer::kIndices}, Where{Buffer::kIndices, 0, 1}}) {
+    writes(end, end, here, given, room(here, given));
+  }
   for (const Scratch& scratch : here.list->scratch) {
     if (scratch.buffer != Buffer::kWindow) writes(end, end, here, {scratch.buffer}, scratch.bytes);
   }
@@ -344,9 +400,10 @@ void Simulation::agree(const Turn& turn, int32_t number) const {
   for (int32_t rank = 1; rank < ranks_; ++rank) {
     const std::string own = communication((*turn.lists)[at(rank)]);
     if (own == first) continue;
-    fail(Fault::Kind::kDisagreement, says(number, rank, -1) +
-                                         " communicates otherwise than rank 0:\n" + own +
-                                         "and rank 0:\n" + first);
+    fail(Fault::Kind::kDisagreement,
+         says(number, rank, -1) + " communicates otherwise than rank 0:\n" + own + "and rank 0:\n" +
+             first,
+         nullptr);
   }
 }
 

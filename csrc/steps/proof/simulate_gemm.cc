@@ -164,7 +164,7 @@ void Simulation::compute_packed(Node by, Here& here, const Gemm& step, const Pie
     const std::vector<Run> made =
         product(read(from, step.input.offset, bytes, by), from_row, to_row, 0, turn, by);
     if (made.size() != 1 || made[0].position != 0) {
-      fail(Fault::Kind::kResult, says(by) + " computes rows that are not the product's");
+      fail(Fault::Kind::kResult, says(by) + " computes rows that are not the product's", nullptr);
     }
     Content content = made[0].content;
     content.space = Content::Space::kTiles;
@@ -326,7 +326,8 @@ void Simulation::check_drawing(const Here& here, const Gemm& step) const {
          says(here.turn, here.rank, here.id) + " draws tile row " + std::to_string(i % at(height)) +
              " of phase " + std::to_string(i / at(height)) +
              " before that of the phase before, which it adds to: clusters that hold all SMs would "
-             "wait for tiles that none of them has");
+             "wait for tiles that none of them has",
+         nullptr);
   }
 }
 

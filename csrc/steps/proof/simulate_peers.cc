@@ -169,7 +169,7 @@ void Simulation::await(Node node, Here& here, int32_t step) {
 
 void Simulation::meet(Node first, Here& here, const char* kind) {
   if (here.meeting) {
-    fail(Fault::Kind::kDeadlock, says(first) + " is a second meeting of one call");
+    fail(Fault::Kind::kDeadlock, says(first) + " is a second meeting of one call", nullptr);
   }
   here.meeting = Meeting{kind, {}, {}};
 }

@@ -110,6 +110,7 @@ void Simulation::take(Here& here, const LibraryGemm& step, Span& span) {
   const int64_t from_row = input_row_bytes(here);
   const int64_t rows = step.rows.end - step.rows.begin;
   reads(span.first, span.first, here, step.input, rows * from_row);
+  const std::optional<Indices> count = indices(span.first, here, step.count, 1);
   const bool all = step.weight == LibraryGemm::kAllWeights;
   const size_t weights = all ? std::max<size_t>(1, here.variant->weights.size()) : 1;
   for (size_t i = 0; i < weights; ++i) {
@@ -128,10 +129,12 @@ void Simulation::take(Here& here, const LibraryGemm& step, Span& span) {
     const Node by = span.first;
     const int32_t turn = here.turn;
     effect(by, [=, this, &step] {
-      std::vector<Run> made = product(read(from, step.input.offset, rows * from_row, by), from_row,
+      const int64_t known = counted(count, rows, turn, by);
+      std::vector<Run> made = product(read(from, step.input.offset, known * from_row, by), from_row,
                                       to_row, weight, turn, by);
       if (adds)
-        made = add({read(*adds, step.output.adds->offset, rows * to_row, by), made}, false, by);
+        made = add({read(*adds, step.output.adds->offset, known * to_row, by), made}, false, by);
+      made.push_back({(rows - known) * to_row, 0, {Content::Space::kBeyondCount}});
       contents_[destination].write(to.offset, made);
     });
   }
@@ -143,11 +146,12 @@ void Simulation::await_counter(const Here& here, const Span& span, int32_t count
   if (counter < 0 || counter >= here.list->counters || counted == here.counted.end() ||
       counted->second.second < count) {
     const bool tiles = counter < static_cast<int32_t>(here.plan->chunks.size());
-    fail(Fault::Kind::kDeadlock, says(span.first) + " waits for " + std::to_string(count) +
-                                     (tiles ? " tiles of chunk " : " counts of counter ") +
-                                     std::to_string(counter) + ", and " +
-                                     (tiles ? "no GEMM that" : "nothing that") +
-                                     " is enqueued before it counts as many");
+    fail(Fault::Kind::kDeadlock,
+         says(span.first) + " waits for " + std::to_string(count) +
+             (tiles ? " tiles of chunk " : " counts of counter ") + std::to_string(counter) +
+             ", and " + (tiles ? "no GEMM that" : "nothing that") +
+             " is enqueued before it counts as many",
+         nullptr);
   }
   // It looks from its begin on: the counter must be zero by then, and not be another call's before it has seen enough.
   accesses_.push_back(
@@ -202,16 +206,11 @@ void Simulation::take(Here& here, const Copy& step, Span& span) {
   const Node by = span.first;
   moves(by, place(here, step.source, step.bytes, by), place(here, step.destination, step.bytes, by),
         step.bytes);
-  holds_within_device(here, by, step.source, step.destination);
-}
-
-// A copy within a device is a kernel, whatever its name.
-void Simulation::holds_within_device(const Here& here, Node by, const Where& source,
-                                     const Where& destination) {
+  // Within a device it is a kernel, whatever its name.
   const auto remote = [&](const Where& where) {
     return where.buffer == Buffer::kSlot && where.index != here.rank;
   };
-  if (!remote(source) && !remote(destination)) holds(here, by, by, 1, 1, false);
+  if (!remote(step.source) && !remote(step.destination)) holds(here, by, by, 1, 1, false);
 }
 
 void Simulation::move_rows(Node by, const Here& here, const Where& source, int64_t source_stride,
@@ -242,11 +241,96 @@ void Simulation::move_rows(Node by, const Here& here, const Where& source, int64
   }
 }
 
+std::optional<Simulation::Indices> Simulation::indices(Node by, const Here& here,
+                                                       const std::optional<Where>& where,
+                                                       int64_t count) {
+  if (!where) return std::nullopt;
+  const int64_t bytes = count * static_cast<int64_t>(sizeof(int64_t));
+  reads(by, by, here, *where, bytes);
+  return Indices{key(here, *where), where->offset};
+}
+
+std::vector<int64_t> Simulation::numbers(const Indices& at, int64_t count, int32_t turn,
+                                         Node by) const {
+  constexpr auto kBytes = static_cast<int64_t>(sizeof(int64_t));
+  std::vector<int64_t> all;
+  for (const Run& run : read(at.key, at.offset, count * kBytes, by)) {
+    if (run.content.space != Content::Space::kIndices || run.content.call != turn) {
+      fail(Fault::Kind::kResult, says(by) + " takes for indices what are none of this call",
+           nullptr);
+    }
+    const auto rank = static_cast<size_t>(*sums_.ranks(run.content.sum).begin());
+    const auto first = (*turns_[static_cast<size_t>(turn)].indices)[rank].begin();
+    const int64_t begin = run.position / kBytes;
+    all.insert(all.end(), first + begin, first + begin + run.bytes / kBytes);
+  }
+  return all;
+}
+
+int64_t Simulation::counted(const std::optional<Indices>& count, int64_t most, int32_t turn,
+                            Node by) const {
+  return count ? std::clamp<int64_t>(numbers(*count, 1, turn, by)[0], 0, most) : most;
+}
+
+// Any row of a buffer whose rows are listed may be touched; contents are those of the example.
+void Simulation::move_by_indices(Node by, const Here& here, const CopyRows& step) {
+  if (step.rows == 0) return;
+  const auto side = [&](const Where& where, int64_t stride, bool listed, bool write) {
+    const int64_t bytes =
+        listed ? room(here, where) - where.offset : (step.rows - 1) * stride + step.row_bytes;
+    use(by, by, here, where, bytes, write);
+    return bytes;
+  };
+  const int64_t from_bytes =
+      side(step.source, step.source_stride, step.from_rows.has_value(), false);
+  const int64_t to_bytes =
+      side(step.destination, step.destination_stride, step.to_rows.has_value(), true);
+  const auto count = indices(by, here, step.count, 1);
+  const auto from_rows = indices(by, here, step.from_rows, step.rows);
+  const auto to_rows = indices(by, here, step.to_rows, step.rows);
+  const Key from = key(here, step.source);
+  const Key to = key(here, step.destination);
+  const int32_t turn = here.turn;
+  effect(by, [=, this, &step] {
+    const int64_t rows = counted(count, step.rows, turn, by);
+    const auto places = [&](const std::optional<Indices>& listed, int64_t stride, int64_t bytes) {
+      std::vector<int64_t> all = listed ? numbers(*listed, rows, turn, by)
+                                        : std::vector<int64_t>(static_cast<size_t>(rows));
+      for (int64_t row = 0; row < rows; ++row) {
+        int64_t& place = all[static_cast<size_t>(row)];
+        place = (listed ? place : row) * stride;
+        if (place >= 0 && place + step.row_bytes <= bytes) continue;
+        fail(Fault::Kind::kResult, says(by) + " takes a row that its buffer does not have",
+             nullptr);
+      }
+      return all;
+    };
+    const std::vector<int64_t> sources = places(from_rows, step.source_stride, from_bytes);
+    const std::vector<int64_t> targets = places(to_rows, step.destination_stride, to_bytes);
+    for (size_t row = 0; row < sources.size(); ++row) {
+      copy(from, step.source.offset + sources[row], to, step.destination.offset + targets[row],
+           step.row_bytes, by);
+    }
+    for (int64_t row = rows; row < step.rows && !step.to_rows; ++row) {
+      contents_[to].write(step.destination.offset + row * step.destination_stride,
+                          Run{step.row_bytes, 0, {Content::Space::kBeyondCount}});
+    }
+  });
+}
+
 void Simulation::take(Here& here, const CopyRows& step, Span& span) {
   const Node by = span.first;
-  move_rows(by, here, step.source, step.source_stride, step.destination, step.destination_stride,
-            step.rows, step.row_bytes, step.adds);
-  holds_within_device(here, by, step.source, step.destination);
+  if (step.by_indices()) {
+    move_by_indices(by, here, step);
+  } else {
+    move_rows(by, here, step.source, step.source_stride, step.destination, step.destination_stride,
+              step.rows, step.row_bytes, step.adds);
+  }
+  const auto remote = [&](const Where& where) {
+    return where.buffer == Buffer::kSlot && where.index != here.rank;
+  };
+  // Within a device it is a kernel, whatever its name.
+  if (!remote(step.source) && !remote(step.destination)) holds(here, by, by, 1, 1, false);
 }
 
 void Simulation::take(Here& here, const Pack& step, Span& span) {
@@ -275,7 +359,8 @@ void Simulation::take(Here& here, const Pack& step, Span& span) {
     const std::vector<Run> runs = read(from, step.source.offset, bytes, by);
     if (runs.size() != 1 || runs[0].content.space != Content::Space::kProduct ||
         runs[0].position != 0) {
-      fail(Fault::Kind::kResult, says(by) + " packs what is not the product from its begin on");
+      fail(Fault::Kind::kResult, says(by) + " packs what is not the product from its begin on",
+           nullptr);
     }
     Content content = runs[0].content;
     content.space = Content::Space::kTiles;
@@ -328,7 +413,8 @@ void Simulation::take(Here& here, const Unpack& step, Span& span) {
     if (step.bias) add_bias(sum, by);
     if (sum.size() != 1 || sum[0].content.space != Content::Space::kTiles ||
         sum[0].position != int64_t{first} * tile_bytes) {
-      fail(Fault::Kind::kResult, says(by) + " unpacks what are not the tiles of its chunk");
+      fail(Fault::Kind::kResult, says(by) + " unpacks what are not the tiles of its chunk",
+           nullptr);
     }
     Content content = sum[0].content;
     content.space = Content::Space::kProduct;

@@ -203,8 +203,6 @@ class Simulation {
   void effect(Node node, std::function<void()> what);
   void holds(const Here& here, Node first, Node last, int32_t held, int32_t needed, bool waits,
              bool one_warp = false);
-  void holds_within_device(const Here& here, Node by, const Where& source,
-                           const Where& destination);
   int64_t columns(const Here& here, int32_t weight) const;
   int64_t row_bytes(const Here& here, int32_t weight) const;
   int64_t input_row_bytes(const Here& here) const;
@@ -230,6 +228,16 @@ class Simulation {
   void move_rows(Node by, const Here& here, const Where& source, int64_t source_stride,
                  const Where& destination, int64_t destination_stride, int64_t rows,
                  int64_t row_bytes, bool adds);
+  void move_by_indices(Node by, const Here& here, const CopyRows& step);
+  // Numbers of kIndices, while contents are followed.
+  struct Indices {
+    Key key = 0;
+    int64_t offset = 0;
+  };
+  std::optional<Indices> indices(Node by, const Here& here, const std::optional<Where>& where,
+                                 int64_t count);
+  std::vector<int64_t> numbers(const Indices& at, int64_t count, int32_t turn, Node by) const;
+  int64_t counted(const std::optional<Indices>& count, int64_t most, int32_t turn, Node by) const;
   void await_counter(const Here& here, const Span& span, int32_t counter, int32_t count);
   void announce_transfer(const Span& span, const Here& here, int32_t flag, int32_t count,
                          int32_t peer);
@@ -266,8 +274,7 @@ class Simulation {
   std::string says(Node node) const;
   std::string says(int32_t turn, int32_t rank, StepId step) const;
   std::string name_of(Key key) const;
-  [[noreturn]] void fail(Fault::Kind kind, const std::string& what,
-                         const char* remedy = nullptr) const;
+  [[noreturn]] void fail(Fault::Kind kind, const std::string& what, const char* remedy) const;
 
   // Contents.
   std::vector<Run> read(Key key, int64_t begin, int64_t bytes, Node by) const;
