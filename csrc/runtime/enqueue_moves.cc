@@ -1,4 +1,4 @@
-#include "runtime/enqueue.h"
+#include "runtime/run_state.h"
 
 #include <algorithm>
 #include <limits>

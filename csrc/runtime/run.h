@@ -69,7 +69,7 @@ struct Call {
 
 // Enqueues the call; its stream continues after all of it. Throws before anything is enqueued if the group has
 // failed, or if something would have to be made inside a capture.
-void run(Group& group, const Call& call);
+[[gnu::visibility("default")]] void run(Group& group, const Call& call);
 
 // A call whose kernel the caller launches: begin() enqueues what comes before that, finish() the rest. Meanwhile no
 // other call may begin on the device.

@@ -81,7 +81,7 @@ def test_program_is_refused_where_its_kernel_leaves_the_gemm_no_cluster(monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     heard = []
     monkeypatch.setattr(torch.ops.overlap, "set_plan", lambda *arguments: heard.append(arguments))
-    monkeypatch.setattr(_library, "_group_name", lambda group: "0")
+    monkeypatch.setattr(_library, "group_name", lambda group: "0")
     plan = ring(2, 1, "sms")
     tile, where = (plan.tile_m, plan.tile_n), torch.device("cuda:0")
     looks = [

@@ -132,7 +132,8 @@ class GroupEntry final : public cpu::Group {
 
   // A call on CPU begins, and its comparison with what the other ranks call, which comes before the first
   // thing that is communicated. See CallBoard.
-  void announce(const std::string& problem, uint64_t plan, const RowCounts& rows = {});
+  [[gnu::visibility("default")]] void announce(const std::string& problem, uint64_t plan,
+                                               const RowCounts& rows = {});
   void agree() const override;
   [[noreturn]] void fail(const std::string& message) const override;
 
@@ -189,7 +190,7 @@ class GroupEntry final : public cpu::Group {
 };
 
 // The entry of the process group that has this name now. Throws if there is none.
-std::shared_ptr<GroupEntry> find_group(const std::string& name);
+[[gnu::visibility("default")]] std::shared_ptr<GroupEntry> find_group(const std::string& name);
 
 // All groups that have entries and still exist.
 std::vector<std::shared_ptr<GroupEntry>> all_groups();

@@ -116,6 +116,9 @@ inline int64_t staging_bytes(const plan::Plan& plan) {
   return plan::buffer_elements(plan) * plan::moved_bytes(plan.problem);
 }
 
+// Gives the steps that others come after their numbers.
+void number_events(StepList& list);
+
 // CTAs of a GEMM that leaves SMs to communication.
 inline int32_t ctas_beside(const plan::Plan& plan, const plan::Machine& machine) {
   return std::max(1, machine.sm_count - plan.resources.comm_sms);

@@ -79,6 +79,15 @@ StepList lower_gather_in_one_kernel(const plan::Plan& plan, int32_t rank, bool c
 
 }  // namespace
 
+void number_events(StepList& list) {
+  for (const Step& step : list.steps) {
+    for (const StepId id : step.after) list.steps[static_cast<size_t>(id)].event = 0;
+  }
+  for (Step& step : list.steps) {
+    if (step.event == 0) step.event = list.events++;
+  }
+}
+
 StepList lower_sequential(const plan::Plan& plan, int32_t rank, const Variant& variant) {
   if (plan::over_peers(plan)) {
     return lower_gather_in_one_kernel(plan, rank, variant.compute == Compute::kCallers);
@@ -160,16 +169,6 @@ StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine&
     return lower_ring(plan, rank, machine, variant);
   }
   return lower_produce(plan, rank, machine, variant);
-}
-
-// Gives the steps that others come after their numbers.
-void number_events(StepList& list) {
-  for (const Step& step : list.steps) {
-    for (const StepId id : step.after) list.steps[static_cast<size_t>(id)].event = 0;
-  }
-  for (Step& step : list.steps) {
-    if (step.event == 0) step.event = list.events++;
-  }
 }
 
 }  // namespace
