@@ -53,9 +53,14 @@ class Failures:
         self.equal(found, found[:1] * len(found), *where, "ranks differ")
 
     def expect_equal(
-        self, outputs: Sequence[torch.Tensor], right: Sequence[torch.Tensor], *where: object
+        self,
+        outputs: Sequence[torch.Tensor] | torch.Tensor,
+        right: Sequence[torch.Tensor] | torch.Tensor,
+        *where: object,
     ) -> None:
-        """Each output bit for bit, and as many as are right."""
+        """Each output bit for bit, and as many as are right. A tensor is one output, not its rows."""
+        if isinstance(outputs, torch.Tensor):
+            outputs, right = [outputs], [right]
         for i, (output, value) in enumerate(zip(outputs, right, strict=True)):
             self.expect(difference(output, value), *where, i)
 
