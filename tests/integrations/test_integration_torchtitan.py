@@ -299,7 +299,9 @@ def dispatched(kind: str, mesh, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def test_torchtitan_token_dispatcher_is_torchtitans(failures: Failures) -> None:
     from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.distributed.utils import set_spmd_backend
 
+    set_spmd_backend("partial_dtensor")  # whose dispatcher takes the mesh that it was given
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     for dtype in (torch.float32, torch.bfloat16):
         own, ours = (dispatched(kind, mesh, dtype) for kind in ("torchtitan", "ours"))
