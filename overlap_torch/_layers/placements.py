@@ -288,6 +288,8 @@ def _of_gradient(placements: Placements) -> Placements:
 
 def _is_uneven(tensor: DTensor) -> bool:
     """True if parts differ in size."""
-    (placement,) = tensor.placements
-    dim = sharded_dim(placement, tensor.dim())
-    return dim is not None and tensor.shape[dim] % tensor.device_mesh.size() != 0
+    for of_mesh, placement in enumerate(tensor.placements):
+        dim = sharded_dim(placement, tensor.dim())
+        if dim is not None and tensor.shape[dim] % tensor.device_mesh.size(of_mesh) != 0:
+            return True
+    return False

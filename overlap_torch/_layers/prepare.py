@@ -189,7 +189,8 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
                 candidates = (reader for _, reader in self._candidates(module))
                 found = [reader for reader in candidates if _can_read(reader, value, mesh)]
                 # Cast and gathered once, for the readers with the first one's recipe.
-                readers = [reader for reader in found if reader.fp8 == found[0].fp8]
+                recipe = found[0].place.recipe if found else None
+                readers = [reader for reader in found if reader.place.recipe == recipe]
             if readers:
                 values[i] = _gather(value, layouts[i], readers, mesh, self.use_local_output)
             else:

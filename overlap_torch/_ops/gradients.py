@@ -86,6 +86,8 @@ def in_parts(
 
     ``grads``: those of the outputs [..., N_i], None for an unused one. ``needs``: the gradients that are wanted.
     """
+    if len(grads) == 1:
+        return [whole if needs[0] and grads[0] is not None else None]
     found, begin = [], 0
     for grad, needed in zip(grads, needs, strict=True):
         size = 0 if grad is None else grad.shape[-1]

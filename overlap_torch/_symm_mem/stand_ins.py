@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,14 @@ from overlap_torch._ops.scaled import OPERANDS, OUTPUTS
 Scales = Sequence[torch.Tensor | None]
 
 
+@functools.cache
+def _arguments(name: str) -> tuple[list[str], dict[str, Any]]:
+    """The names of an operator's arguments, and the defaults of those that have one."""
+    arguments = getattr(torch.ops.symm_mem, name).default._schema.arguments
+    defaults = {one.name: one.default_value for one in arguments if one.has_default_value()}
+    return [one.name for one in arguments], defaults
+
+
 class _StandIn:
     """One call of an operator, whose arguments are attributes under their names in its schema; some have scales.
 
@@ -24,10 +33,10 @@ class _StandIn:
     """
 
     def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        arguments = getattr(torch.ops.symm_mem, name).default._schema.arguments
-        values = {one.name: one.default_value for one in arguments if one.has_default_value()}
-        values |= {one.name: value for one, value in zip(arguments, args, strict=False)}
-        self.__dict__.update(values | kwargs)
+        names, defaults = _arguments(name)
+        self.__dict__.update(defaults)
+        self.__dict__.update(zip(names, args, strict=False))
+        self.__dict__.update(kwargs)
         self.is_scaled = hasattr(self, "A_scale")
 
     def _scale_refused(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = [
 RELEASES = ("5.21", "5.22", "5.23", "5.24")
 
 _held: dict[str, Held] = {}  # entries of transformers' registries, by name
+_registering = threading.Lock()
 
 
 class Registration(Handle):
@@ -85,12 +87,15 @@ def register(*, auto: bool = True) -> Registration:
     require("transformers", RELEASES, "transformers")
     from overlap_torch.integrations import _transformers_styles as styles
 
-    found = styles.named() | (styles.in_place_of_transformers() if auto else {})
-    entries = [(styles.REGISTRY, name, style) for name, style in found.items()]
-    if (experts := _experts()) is not None:
-        entries.append((experts.REGISTRY, experts.NAME, experts.OverlapEP))
-    held = [_held.setdefault(entry[1], _entry(*entry)) for entry in entries]
-    return Registration(_hold(held))
+    with _registering:
+        found = styles.named() | (styles.in_place_of_transformers() if auto else {})
+        entries = [(styles.REGISTRY, name, style) for name, style in found.items()]
+        if (experts := _experts()) is not None:
+            entries.append((experts.REGISTRY, experts.NAME, experts.OverlapEP))
+        for registry, name, value in entries:
+            if not _held.get(name):  # styles are made of those that transformers has now
+                _held[name] = _entry(registry, name, value)
+        return Registration(_hold([_held[name] for _, name, _ in entries]))
 
 
 def _experts() -> ModuleType | None:

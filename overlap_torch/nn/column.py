@@ -147,7 +147,8 @@ class ColumnParallelLinear(ParallelLinear):
         elif tokens is not None:
             raise ValueError(f"tokens={tokens} has a meaning only with sequence_parallel=True")
         pairs = self._pairs()
-        if any([is_foreign(weight) for weight, _ in pairs]):
+        own = self.weights if self._several else [self._parameters.get("weight")]
+        if any(is_foreign(weight) for weight in own):
             features = self.out_features if self._several else [self.out_features]
             outputs = [
                 self._of_foreign(input, *pair, True, size, tokens)

@@ -49,13 +49,13 @@ class ParallelLinear(CutParameters):
         fp8: str | None,
     ) -> None:
         super().__init__()
-        recipe, self.fp8 = recipe_of(fp8), fp8
+        recipe_of(fp8)  # raises for a name that it does not know
         self.in_features = checked_count("in_features", in_features)
         self.out_features = out_features
         self.sequence_parallel = sequence_parallel
         self.group = group_name(group)
         self.world_size, self.rank = place_of(self.group)
-        self._place = Place(self.group, self.world_size, self.rank, recipe)
+        self.fp8 = fp8
         self._several = isinstance(out_features, tuple)
         # The names in state dicts: the parameters of each torch.nn.Linear.
         self._names: list[tuple[str, str]] = [("weight", "bias")]
@@ -95,6 +95,16 @@ class ParallelLinear(CutParameters):
             (self.weight,) = weights
             self.register_parameter("bias", biases[0])
         self.reset_parameters()
+
+    @property
+    def fp8(self) -> str | None:
+        """The name of the recipe by which the layer computes; None: in the operands' dtype. It may be set at any time."""
+        return self._fp8
+
+    @fp8.setter
+    def fp8(self, name: str | None) -> None:
+        self._place = Place(self.group, self.world_size, self.rank, recipe_of(name))
+        self._fp8 = name
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Each weight and its bias, as the module has them."""
@@ -179,7 +189,9 @@ class ParallelLinear(CutParameters):
         note_call(self, input)
 
     def extra_repr(self) -> str:
-        bias: bool | list[bool] = [one is not None for _, one in self._pairs()]
+        # Weights are not read: a parametrization would compute them, perhaps on this rank alone.
+        biases = self.biases if self._several else [self.bias]
+        bias: bool | list[bool] = [one is not None for one in biases or [None]]
         bias = bias[0] if len(set(bias)) == 1 else bias
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, "

@@ -110,7 +110,7 @@ class RowParallelLinear(ParallelLinear):
                 input, -1, self.in_features, self.group, self.world_size, self.rank
             )
         pair = self._pair()
-        if is_foreign(pair[0]):
+        if is_foreign(self._parameters.get("weight")):
             return self._of_foreign(input, *pair, False, self.out_features)
         mapped = row_sequence if self.sequence_parallel else row
         return mapped(input, self._operands(0, *pair), self._place)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from overlap_torch import _plan
 from overlap_torch._plan import (
@@ -207,19 +206,36 @@ class Editor:
         Returns:
             A need: this transfer is complete.
         """
-        how = {"reduce": reduce, "needs": needs, "by": by, "stream": stream, "rank": rank}
-        return self._transfer(Way.PUSH, area, into, to, **how)
+        return self._transfer(Way.PUSH, area, into, to, reduce, needs, by, stream, rank)
 
-    def pull(self, area: Area, *, of: AnyRank, into: Area | None = None, **how: Any) -> Need:
-        """Each rank fetches ``area`` of rank ``of`` into its own ``into``, by default the same place; else as :meth:`push`.
+    def pull(
+        self,
+        area: Area,
+        *,
+        of: AnyRank,
+        into: Area | None = None,
+        reduce: bool = False,
+        needs: Sequence[Need] | None = None,
+        by: Engine | str = Engine.ANY,
+        stream: int = 0,
+        rank: int | Iterable[int] | None = None,
+    ) -> Need:
+        """Each rank fetches ``area`` of rank ``of`` into its own ``into``, by default the same place; else as :meth:`push`."""
+        return self._transfer(Way.PULL, area, into, of, reduce, needs, by, stream, rank)
 
-        ``how``: ``reduce``, ``needs``, ``by``, ``stream`` and ``rank``.
-        """
-        return self._transfer(Way.PULL, area, into, of, **how)
-
-    def copy(self, area: Area, into: Area, **how: Any) -> Need:
-        """Each rank copies one of its areas into another one, or adds it; ``how`` and all else as in :meth:`pull`."""
-        return self._transfer(Way.COPY, area, into, self.rank, **how)
+    def copy(
+        self,
+        area: Area,
+        into: Area,
+        *,
+        reduce: bool = False,
+        needs: Sequence[Need] | None = None,
+        by: Engine | str = Engine.ANY,
+        stream: int = 0,
+        rank: int | Iterable[int] | None = None,
+    ) -> Need:
+        """Each rank copies one of its areas into another one, or adds it; else as :meth:`push`."""
+        return self._transfer(Way.COPY, area, into, self.rank, reduce, needs, by, stream, rank)
 
     # --- the plan ---------------------------------------------------------------------------------------------
 
@@ -271,16 +287,16 @@ class Editor:
         area: Area,
         into: Area | None,
         other: AnyRank,
-        *,
-        reduce: bool = False,
-        needs: Sequence[Need] | None = None,
-        by: Engine | str = Engine.ANY,
-        stream: int = 0,
-        rank: int | Iterable[int] | None = None,
+        reduce: bool,
+        needs: Sequence[Need] | None,
+        by: Engine | str,
+        stream: int,
+        ranks: int | Iterable[int] | None,
     ) -> Need:
         by = enum_member(Engine, by)
         made: list[Transfer] = []
-        ranks = range(self.world) if rank is None else rank
+        if ranks is None:
+            ranks = range(self.world)
         for rank in [ranks] if isinstance(ranks, int) else ranks:
             peer = number_on(other, rank) % self.world
             source, destination = (peer, rank) if way == Way.PULL else (rank, peer)

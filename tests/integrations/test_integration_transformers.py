@@ -365,6 +365,19 @@ def test_twice_is_once_and_the_last_handle_undoes():
     assert styles_now() == before
 
 
+def test_a_later_registration_takes_transformers_present_styles():
+    from torch.distributed.tensor import Replicate
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel
+
+    integration.register().undo()
+    gathers = ColwiseParallel(output_layouts=Replicate())
+    with mock.patch.dict(type(ALL_PARALLEL_STYLES)._global_mapping, colwise=gathers):
+        with integration.register():
+            ours = ALL_PARALLEL_STYLES["colwise"]
+            assert ours is not gathers and ours.output_layouts == Replicate()
+        assert ALL_PARALLEL_STYLES["colwise"] is gathers
+
+
 def test_sequence_plan_of_llama():
     layer = "model.layers.*"
     assert integration.sequence_plan(config_of("llama")) == {

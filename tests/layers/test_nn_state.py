@@ -127,6 +127,37 @@ def test_nn_several_outputs_without_biases_and_as_text(failures: Failures) -> No
     failures.holds("out_features=(4, 2), bias=[True, False]", text, "repr")
 
 
+class Counted(torch.nn.Module):
+    calls = 0
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        Counted.calls += 1
+        return weight
+
+
+@pytest.mark.ranks((1, "gloo"))
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_nn_text_computes_no_weight(failures: Failures, kind: type) -> None:
+    """A parametrization may communicate, and one rank alone may print the model."""
+    layer = kind(6, 4)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Counted(), unsafe=True)
+    before = Counted.calls
+    failures.holds("bias=True", repr(layer), "repr")
+    failures.equal(Counted.calls, before, "computed the weight")
+
+
+@pytest.mark.ranks((1, "gloo"))
+def test_nn_recipe_of_fp8_may_change(failures: Failures) -> None:
+    layer = ColumnParallelLinear(32, 32, bias=False, dtype=torch.bfloat16)
+    x = torch.randn(32, 32, dtype=torch.bfloat16)
+    plain = layer(x)
+    layer.fp8 = "rowwise"
+    failures.expect("as before" if torch.equal(layer(x), plain) else None, "rowwise")
+    failures.raises("nonsense", setattr, layer, "fp8", "nonsense")
+    layer.fp8 = None
+    failures.expect_equal(layer(x), plain, "None again")
+
+
 def pickled_state(kind: str) -> bytes:
     file = io.BytesIO()
     torch.save(Form(kind).layer(integer_linears(12, (8,), (True,))).state_dict(), file)
