@@ -143,9 +143,11 @@ def _variants(
     down = draw(model.experts, model.hidden, model.inner)
     scales = {}
     if fp8:
-        ours = [_cast(each) if fp8 == "rows" else block_quantized(each) for each in (gate_up, down)]
+        weights = gate_up, down
+        gate_up, down = ours = [_cast(each) for each in weights]
+        if fp8 == "blocks":
+            ours = [block_quantized(each) for each in weights]
         scales = {"scale_gate_up": ours[0][1], "scale_down": ours[1][1]}
-        gate_up, down = _cast(gate_up), _cast(down)
     chances = torch.arange(1.0, experts + 1, device=device).rsqrt()
     chances = chances if skewed else torch.ones_like(chances)
     ids = chances.expand(tokens, -1).multinomial(model.choices)

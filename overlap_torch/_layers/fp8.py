@@ -23,6 +23,7 @@ from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatte
 from overlap_torch._ops.collectives import start_reduce_scatter, wait
 from overlap_torch._ops.gradients import (
     Gradient,
+    in_one,
     in_parts,
     kept,
     of_each,
@@ -212,9 +213,8 @@ def linears(
     biases: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor, ...]:
     """The map of padded operands: an output for each weight, and the gathered input if the map says so."""
-    given = [bias for bias in biases if bias is not None]
-    has = tuple(bias is not None for bias in biases)
-    outputs = _Linear.apply(kind, has, input, *weights, *given)
+    with_bias, operands = in_one(weights, biases)
+    outputs = _Linear.apply(kind, with_bias, input, *operands)
     return recorded(outputs, keeps_gradients=kind.sequence and not kind.columns)
 
 

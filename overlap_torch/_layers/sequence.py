@@ -16,6 +16,7 @@ from overlap_torch._ops.collectives import (
     wait_for_gather,
 )
 from overlap_torch._ops.gradients import (
+    in_one,
     kept,
     of_each,
     one_after_the_other,
@@ -40,9 +41,8 @@ def gather_linears(
     biases: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor, ...]:
     """An output for each weight, and the gathered input."""
-    given = [bias for bias in biases if bias is not None]
-    with_bias = [bias is not None for bias in biases]
-    return _gather_linears(group, dim, with_bias, input, *weights, *given)
+    with_bias, operands = in_one(weights, biases)
+    return _gather_linears(group, dim, with_bias, input, *operands)
 
 
 # If Dynamo traced this, every output would have a gradient in its backward.

@@ -15,6 +15,7 @@ from overlap_torch._ops.group import place_of, reaches
 from overlap_torch._ops.nested import check_tensors
 
 Weights = torch.Tensor | Sequence[torch.Tensor]
+BLOCK = 128  # numbers that share an fp8 scale, of a row; of a weight as many rows of them
 
 
 class Operands(NamedTuple):
@@ -224,6 +225,12 @@ def scales_given(scale_gate_up: object, scale_down: object) -> list[torch.Tensor
     return given
 
 
+def block_shape(weight: torch.Tensor) -> tuple[int, int, int]:
+    """The shape of a weight's scales of blocks."""
+    experts, rows, columns = weight.shape
+    return experts, -(-rows // BLOCK), -(-columns // BLOCK)
+
+
 def scales_of(
     given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], x: torch.Tensor
 ) -> list[torch.Tensor]:
@@ -238,12 +245,12 @@ def scales_of(
     by_blocks = []
     for name, scale, weight in zip(names, given, weights, strict=True):
         refuse_tangents("moe", scale)
-        own, rows, columns = weight.shape
-        blocks = (own, -(-rows // 128), -(-columns // 128))
+        own, rows, _ = weight.shape
+        blocks = block_shape(weight)
         if tuple(scale.shape) not in ((own, rows), (own, rows, 1), blocks):
             raise ValueError(
                 f"moe takes {name} of shape {(own, rows)} or {(own, rows, 1)}, a number for each row of a weight, or {blocks}, one for "
-                f"each block of 128 rows and columns, but it is {tuple(scale.shape)}"
+                f"each block of {BLOCK} rows and columns, but it is {tuple(scale.shape)}"
             )
         by_blocks.append(tuple(scale.shape) == blocks)
         if scale.device != x.device or scale.dtype != torch.float32:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._moe import ops
 from overlap_torch._moe.activation import FORM, NO_ACTIVATION
-from overlap_torch._moe.checks import Operands, Way, present
+from overlap_torch._moe.checks import BLOCK, Operands, Way, present
 from overlap_torch._moe.ops import ROUTES, combine, complete, define, peer_stride, row_shares
 from overlap_torch._moe.products import ends_of, kernel_takes
 from overlap_torch._ops.composition import quantized
@@ -21,7 +21,6 @@ from overlap_torch._ops.eager import is_seen
 
 _ops = torch.ops.overlap
 FP8 = torch.float8_e4m3fn
-BLOCK = 128  # numbers that share a scale, of a row; of a weight as many rows of them
 
 
 def _scales(width: int, by_blocks: bool) -> int:
@@ -52,6 +51,12 @@ def scales_of_rows(packed: torch.Tensor, width: int, by_blocks: bool) -> torch.T
 def of_numbers(scales: torch.Tensor, width: int) -> torch.Tensor:
     """Scales of blocks [..., blocks] to those of their numbers [..., width]."""
     return scales.repeat_interleave(BLOCK, -1)[..., :width]
+
+
+def row_quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., N, K] to float8_e4m3fn, and the scale of each row, float32 [..., N]."""
+    values, scales = quantized(weight.float(), weight.shape[-1])
+    return values, scales[..., 0]
 
 
 def block_quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

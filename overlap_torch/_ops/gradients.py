@@ -79,6 +79,14 @@ def of_each(with_bias: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any]
     return list(values[:count]), [next(given) if has_one else None for has_one in with_bias]
 
 
+def in_one(
+    weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
+    """A Function's values, all weights and then the existing biases, and which weights have one; `of_each` splits them."""
+    given = [bias for bias in biases if bias is not None]
+    return tuple(bias is not None for bias in biases), [*weights, *given]
+
+
 def in_parts(
     whole: Gradient, grads: Sequence[Gradient], needs: Sequence[bool]
 ) -> list[torch.Tensor | None]:

@@ -10,6 +10,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from overlap_torch._layers.sharding import GatherParts, TakePart, shard_range
 from overlap_torch._moe.activation import Gate
+from overlap_torch._moe.checks import BLOCK, block_shape
 from overlap_torch._moe.functions import moe, moe_combine, moe_dispatch
 from overlap_torch._ops.group import place_of
 
@@ -50,16 +51,18 @@ def _gate_of(experts: torch.nn.Module) -> Gate | None:
 
 def _fp8_gate_of(experts: FP8Experts) -> Gate | None:
     """The same of fp8 experts, if `moe` takes their scales: of blocks of 128, and of the numbers that each call casts."""
-    width, inner = experts.hidden_dim, experts.intermediate_dim
-    scales = (experts.gate_up_proj_scale_inv, experts.down_proj_scale_inv)
-    blocks = ((-(-2 * inner // 128), -(-width // 128)), (-(-width // 128), -(-inner // 128)))
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    scaled = (
+        (gate_up, experts.gate_up_proj_scale_inv),
+        (down, experts.down_proj_scale_inv),
+    )
     takes = (
-        experts.gate_up_proj.dtype == torch.float8_e4m3fn
+        gate_up.dtype == torch.float8_e4m3fn
         and experts.activation_scheme == "dynamic"
-        and tuple(experts.block_size or ()) == (128, 128)
-        and all(each.dtype == torch.float32 for each in scales)
-        and tuple(tuple(each.shape[1:]) for each in scales) == blocks
-        and width % 16 == inner % 16 == 0
+        and tuple(experts.block_size or ()) == (BLOCK, BLOCK)
+        and all(scale.dtype == torch.float32 for _, scale in scaled)
+        and all(scale.shape[1:] == block_shape(weight)[1:] for weight, scale in scaled)
+        and experts.hidden_dim % 16 == experts.intermediate_dim % 16 == 0
         and experts.gate_softcap is None
     )
     if not takes:

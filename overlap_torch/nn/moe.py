@@ -17,9 +17,8 @@ from overlap_torch._layers.sharding import checked_count, shard_range
 from overlap_torch._moe.activation import Gate
 from overlap_torch._moe.checks import check_scaled_sizes
 from overlap_torch._moe.functions import moe
-from overlap_torch._moe.scaled import block_quantized
+from overlap_torch._moe.scaled import block_quantized, row_quantized
 from overlap_torch._ops import Group, group_name
-from overlap_torch._ops.composition import quantized
 from overlap_torch._ops.group import broadcast_integers, place_of
 
 Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -163,11 +162,7 @@ class MoE(torch.nn.Module):
             raise ValueError(f"cast_to_fp8 takes a layer's weights once, but they are {what}")
         for name in ("gate_up", "down"):
             local = self._parameters[name].to_local()
-            if recipe == "rowwise":
-                values, scales = quantized(local.float(), local.shape[-1])
-                scales = scales[..., 0]
-            else:
-                values, scales = block_quantized(local)
+            values, scales = row_quantized(local) if recipe == "rowwise" else block_quantized(local)
             self._shapes[f"scale_{name}"] = (self.num_experts, *scales.shape[1:])
             self._replace(name, values)
             self._replace(f"scale_{name}", scales)

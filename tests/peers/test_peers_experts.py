@@ -14,8 +14,7 @@ import rank_pool
 from captures import capture
 from checks import Failures
 from operands import poison, rank_device
-from overlap_torch._moe.scaled import block_quantized
-from overlap_torch._ops.composition import quantized
+from overlap_torch._moe.scaled import block_quantized, row_quantized
 from peer_races import come_late, so_many_calls, wrong_elements
 from tests.peers.test_faults import GROUP_TIMEOUT_S, MARGIN_S, until_error
 
@@ -98,11 +97,6 @@ class Form:
             how |= {"scale_gate_up": weights[1], "scale_down": weights[3]}
             weights = weights[::2]
         return overlap_torch.moe(x, ids, shares, *weights, **how)
-
-
-def row_quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values, scales = quantized(weight, weight.shape[-1])
-    return values, scales[..., 0]
 
 
 ROOM = 2 * 4 * 300 * CHOICES  # rows for any routing
