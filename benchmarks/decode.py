@@ -209,7 +209,7 @@ def _lines(block: Block, sequences: int, times: dict[str, Times]) -> Iterator[li
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--blocks", default="llama-3-8b@1024,llama-3-70b@1024", help="MODEL@POSITIONS and so on")
+    add("--blocks", default="llama3-8b@1024,llama3-70b@1024", help="MODEL@POSITIONS and so on")
     add("--layers", type=int, default=4)
     add("--vocabulary", type=int, default=32768)
     add("--sequences", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])

@@ -19,11 +19,9 @@ which takes the rest. :func:`report` lists every collective of every graph.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
-from overlap_torch import _inductor
+from overlap_torch._inductor import VERSION
 from overlap_torch._inductor import report as _reports
 from overlap_torch._inductor.fusion import Settings, fuse
 from overlap_torch._inductor.report import FusionReport, FusionRow
@@ -44,8 +42,6 @@ __all__ = [
 
 _SLOT = "post_grad_custom_pre_pass"  # of Inductor's configuration
 _log = logging.getLogger(__name__)
-_SOURCES = sorted(Path(_inductor.__file__).parent.glob("*.py"))
-_VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
 
 
 class MissedCollective(RuntimeError):
@@ -87,7 +83,7 @@ class _Pass(CustomGraphPass):
 
         The key has the groups' sizes, because fusions depend on them and not every collective names them.
         """
-        key = (_VERSION, self.settings, group_sizes())
+        key = (VERSION, self.settings, group_sizes())
         if self.previous is None:
             return key
         previous = self.previous.uuid() if isinstance(self.previous, CustomGraphPass) else None

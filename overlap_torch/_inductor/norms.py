@@ -32,7 +32,7 @@ _ops = torch.ops.overlap
 
 
 @dataclass(frozen=True)
-class _Summed:
+class Summed:
     """An all-reduce, maybe of a GEMM's product; ``nodes`` end with its result."""
 
     input: Node
@@ -44,7 +44,7 @@ class _Summed:
 
 
 @dataclass(frozen=True)
-class _Norm:
+class Norm:
     """``nodes``: from the sum's first reader to the norm."""
 
     weight: Node
@@ -60,7 +60,7 @@ def fuse_norm(total: Node) -> str | None:
     ``total`` is the all-reduce's result. Returns the op's name; None: there is no such norm or it gains nothing, and the
     graph is as it was.
     """
-    summed = _summed(total)
+    summed = sum_of(total)
     if summed is None:
         return None
     at, views = _behind_views(total)
@@ -76,7 +76,7 @@ def fuse_norm(total: Node) -> str | None:
     result = norm.nodes[-1]
     editor = Editor(result, value(result).fake_mode)
     try:
-        normed, added = _emit(editor, summed, residual, norm, last)
+        normed, added = emit(editor, summed, residual, norm, last)
     except NotFused:
         editor.undo()
         return None
@@ -87,8 +87,8 @@ def fuse_norm(total: Node) -> str | None:
     return "allreduce_rmsnorm" if summed.weight is None else "gemm_allreduce_rmsnorm"
 
 
-def _emit(
-    editor: Editor, summed: _Summed, residual: Node | None, norm: _Norm, last: Node
+def emit(
+    editor: Editor, summed: Summed, residual: Node | None, norm: Norm, last: Node
 ) -> tuple[Node, Node]:
     """The norm and the sum, in the shape of the sum."""
     rows = [editor.size(as_expr(size)) for size in value(summed.input).shape[:-1]]
@@ -116,7 +116,7 @@ def _emit(
     return normed, added
 
 
-def _summed(total: Node) -> _Summed | None:
+def sum_of(total: Node) -> Summed | None:
     nodes = [total]
     while is_view(nodes[0]) and is_tensor(nodes[0].args[0]):
         nodes.insert(0, nodes[0].args[0])
@@ -126,14 +126,14 @@ def _summed(total: Node) -> _Summed | None:
     if op.target is _ops.gemm_allreduce.default:
         input, weight, bias = (*op.args, None)[:3]
         invariance = op.kwargs.get("invariance")
-        return _Summed(input, weight, bias, op.kwargs["group"], tuple(nodes), invariance)
+        return Summed(input, weight, bias, op.kwargs["group"], tuple(nodes), invariance)
     if op.target is not WAIT or op.args[0].target is not c10d.all_reduce.default:
         return None
     collective = op.args[0]
     input, kind, group = collective.args
     if kind != "sum" or len(collective.users) != 1:
         return None
-    return _Summed(input, None, None, group, (collective, *nodes))
+    return Summed(input, None, None, group, (collective, *nodes))
 
 
 def _behind_views(total: Node) -> tuple[Node, list[Node]]:
@@ -153,7 +153,7 @@ def _gains(total: Node) -> bool:
     return few and kernels_finish(value(total).dtype, columns)
 
 
-def _norm_of(total: Node) -> _Norm | None:
+def _norm_of(total: Node) -> Norm | None:
     """The RMSNorm over the last dim of a tensor, among its readers."""
     for user in total.users:
         norm = None
@@ -161,12 +161,12 @@ def _norm_of(total: Node) -> _Norm | None:
             norm = _one_op(user)
         elif cast_dtype(user) == torch.float32:
             norm = _decomposed(user, value(total))
-        if norm is not None and _is_gain(norm.weight, total):
+        if norm is not None and is_gain(norm.weight, total):
             return norm
     return None
 
 
-def _is_gain(weight: Any, total: Node) -> bool:
+def is_gain(weight: Any, total: Node) -> bool:
     """True for a vector [N] of the sum's dtype that is an input of the graph, so it does not depend on the sum."""
     if not is_tensor(weight) or weight.op not in ("placeholder", "get_attr"):
         return False
@@ -175,7 +175,7 @@ def _is_gain(weight: Any, total: Node) -> bool:
     return fits and gain.dtype == rows.dtype
 
 
-def _one_op(node: Node) -> _Norm | None:
+def _one_op(node: Node) -> Norm | None:
     """``aten._fused_rms_norm``, whose second result nothing reads."""
     _, shape, weight, eps = (*node.args, None, None)[:4]
     read = [user for user in node.users if user.users]
@@ -183,10 +183,10 @@ def _one_op(node: Node) -> _Norm | None:
     if not whole or len(shape) != 1 or eps is None:
         return None
     others = [user for user in node.users if user is not read[0]]
-    return _Norm(weight, eps, 0.0, False, (node, *others, read[0]))
+    return Norm(weight, eps, 0.0, False, (node, *others, read[0]))
 
 
-def _decomposed(wide: Node, total: torch.Tensor) -> _Norm | None:
+def _decomposed(wide: Node, total: torch.Tensor) -> Norm | None:
     """The norm of ``wide``, the sum in float32, as PyTorch and transformers' models write it."""
     squares = [user for user in wide.users if _is_square(user, wide)]
     if len(squares) != 1 or len(wide.users) != 2:
@@ -203,7 +203,7 @@ def _decomposed(wide: Node, total: torch.Tensor) -> _Norm | None:
     if rounded is not None and cast_dtype(rounded) == total.dtype:
         product = only_user(rounded)
         gain = None if product is None else _other_factor(product, rounded)
-        return None if gain is None else _Norm(gain, eps, 0.0, True, (*nodes, rounded, product))
+        return None if gain is None else Norm(gain, eps, 0.0, True, (*nodes, rounded, product))
     gain = None if rounded is None else _other_factor(rounded, norm)
     result = None if gain is None else only_user(rounded)
     if result is None or cast_dtype(result) != total.dtype:
@@ -214,7 +214,7 @@ def _decomposed(wide: Node, total: torch.Tensor) -> _Norm | None:
         return None  # the sum of weight and offset is rounded
     if cast_dtype(weight) == torch.float32:
         weight = weight.args[0]
-    return _Norm(weight, eps, offset or 0.0, False, (*nodes, rounded, result))
+    return Norm(weight, eps, offset or 0.0, False, (*nodes, rounded, result))
 
 
 def _is_square(node: Node, of: Node) -> bool:

@@ -1,4 +1,4 @@
-"""vLLM's row-parallel layers, attention's output and the MLP's down projection, by ``gemm_allreduce``.
+"""vLLM's row-parallel layers, attention's output and the MLP's down projection, by ``gemm_allreduce``, and the norms after them.
 
 A plug-in of vLLM: with ``OVERLAP_VLLM=1`` every process of vLLM calls :func:`enable` before it makes a model.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from overlap_torch import gemm_allreduce
-from overlap_torch.integrations import _serving
+from overlap_torch.integrations import _serving, _vllm_norms
 from overlap_torch.integrations._release import require
 
 __all__ = ["enable"]
@@ -30,6 +30,9 @@ def enable() -> type:
     quantized layers, ``reduce_results=False``, ``disable_tp``, a group of one, and weights packed for a CPU's kernel. With
     ``VLLM_BATCH_INVARIANT=1`` the op is called with ``invariance="batch"``, whatever the number of rows. vLLM's key of
     compiled graphs has that variable already, and ``OVERLAP_VLLM`` becomes part of it.
+
+    In graphs that vLLM compiles, an all-reduce (of these layers or vLLM's own), the addition to the residual and the RMSNorm become
+    one op, ``gemm_allreduce_rmsnorm`` or ``allreduce_rmsnorm``, in place of vLLM's own fusion of them.
 
     Returns:
         The class.
@@ -58,6 +61,13 @@ def enable() -> type:
             batch_invariant=lambda: bool(envs.VLLM_BATCH_INVARIANT),
         )
         _enabled = base.register_oot(ours)
+        groups = importlib.import_module("vllm.distributed.parallel_state")
+        passes = "vllm.compilation.passes."
+        _vllm_norms.add_pass(
+            importlib.import_module(f"{passes}pass_manager").PostGradPassManager,
+            importlib.import_module(f"{passes}inductor_pass").InductorPass,
+            lambda name: groups._groups[name]().device_group.group_name,
+        )
         envs.environment_variables["OVERLAP_VLLM"] = lambda: os.environ.get("OVERLAP_VLLM", "0")
     return _enabled
 

@@ -212,8 +212,22 @@ def vllm_modules(base: type, registry: dict[str, type], unquantized: type) -> li
         ),
         module("vllm.model_executor.custom_op", op_registry_oot=registry),
         module("vllm.distributed", get_tp_group=Group),
+        module("vllm.distributed.parallel_state", _groups={"tp:0": Group}),
         module("vllm.envs", VLLM_BATCH_INVARIANT=False, environment_variables={}),
+        *packages("vllm.compilation", "passes"),
+        module("vllm.compilation.passes.pass_manager", PostGradPassManager=PassManager),
+        module("vllm.compilation.passes.inductor_pass", InductorPass=object),
     ]
+
+
+class PassManager:
+    """Stands in for vLLM's PostGradPassManager."""
+
+    def __init__(self) -> None:
+        self.passes: list[Any] = []
+
+    def configure(self, config: Any) -> None:
+        self.passes.append(config)
 
 
 def check_row_parallel(failures: Failures, base, sees: str, *where) -> None:

@@ -1,18 +1,46 @@
-"""The plug-ins of serving frameworks around a norm: SGLang's all-reduce with residual and norm, and what vLLM's layers refuse."""
+"""The plug-ins of serving frameworks around a norm: all-reduce with residual and norm as one op, and what vLLM's layers refuse."""
 
+import ast
+import contextlib
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_integration_serving import Group, Unquantized, VllmLinear, installed, module
+from test_integration_serving import (
+    Group,
+    PassManager,
+    Unquantized,
+    VllmLinear,
+    installed,
+    module,
+    source_of,
+    wheel,
+)
+from torch._dynamo.source import ConstantSource
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.nn import functional
 
 from checks import Failures
 from operands import difference
-from overlap_torch.integrations import sglang, vllm
+from overlap_torch._ops.group import group_name
+from overlap_torch.integrations import _vllm_norms, sglang, vllm
 
 N = 16
+EPS = 1e-5
 
 
 def rows_of(rows: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -84,3 +112,235 @@ def test_vllms_layers_of_other_ranks_are_refused(failures: Failures) -> None:
         ours(8, 6)
     for options in ({"disable_tp": True}, {"reduce_results": False, "bias": False}):
         failures.equal(ours(8, 6, **options).overlap_group, "", options, "named")
+
+
+# --- vLLM's compiled graphs -------------------------------------------------------------------------------------
+
+
+def rms_norm(x, weight, epsilon: float, columns: int | None = None):
+    """As vLLM's operator."""
+    wide = x.float()
+    read = wide if columns is None else wide[..., :columns]
+    wide = wide * torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (wide if weight is None else wide.to(weight.dtype) * weight).to(x.dtype)
+
+
+def fused_add_rms_norm(x, residual, weight, epsilon: float, columns: int | None = None):
+    total = x.float() + residual.float()
+    return rms_norm(total, weight, epsilon, columns).to(x.dtype), total.to(x.dtype)
+
+
+@contextlib.contextmanager
+def vllm_operators(plain=rms_norm, adds=fused_add_rms_norm) -> Iterator[None]:
+    """vLLM's operators of graphs: the all-reduce of its tensor-parallel group, and both norms."""
+    after = "Tensor? weight, float epsilon, SymInt? columns=None"
+    with (
+        torch.library._scoped_library("vllm", "FRAGMENT") as communication,
+        torch.library._scoped_library("vllm_ir", "FRAGMENT") as norms,
+    ):
+        communication.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
+        norms.define(f"rms_norm(Tensor x, {after}) -> Tensor")
+        norms.define(f"fused_add_rms_norm(Tensor x, Tensor residual, {after}) -> (Tensor, Tensor)")
+        implementations = (
+            (communication, "all_reduce", lambda x, group_name: Group().all_reduce(x), torch.empty_like),
+            (norms, "rms_norm", plain, rms_norm),
+            (norms, "fused_add_rms_norm", adds, fused_add_rms_norm),
+        )  # fmt: skip
+        for library, name, run, fake in implementations:
+            library.impl(name, run, "CompositeExplicitAutograd")
+            if name == "all_reduce":
+                library._register_fake(name, lambda x, group_name: torch.empty_like(x))
+            else:
+                library._register_fake(name, fake)
+        yield
+
+
+def all_reduced(x):
+    return torch.ops.vllm.all_reduce(x, group_name="tp:0")
+
+
+def two_half_layers(x, residual, gain, weight):
+    add = torch.ops.vllm_ir.fused_add_rms_norm
+    normed, residual = add(all_reduced(x), residual, gain, EPS)
+    return add(all_reduced(normed @ weight), residual, gain, EPS)
+
+
+def first_norm(x, residual, gain, weight):
+    """The embeddings' sum is read by the norm, and as the residual."""
+    total = all_reduced(x)
+    return torch.ops.vllm_ir.rms_norm(total, gain, EPS), total + residual
+
+
+def row_parallel_layer(x, residual, gain, weight):
+    total = torch.ops.overlap.gemm_allreduce(x, weight.t(), gain, group=group_name(None))
+    return torch.ops.vllm_ir.fused_add_rms_norm(total, residual, gain, EPS)
+
+
+def read_before_the_residual(x, residual, gain, weight):
+    total = all_reduced(x)
+    return (*torch.ops.vllm_ir.fused_add_rms_norm(total, residual, gain, EPS), total)
+
+
+def with_norm(**changes):
+    """Two results of a norm whose arguments are others."""
+
+    def run(x, residual, gain, weight):
+        given = {"weight": gain, "columns": None} | changes
+        weight = given["weight"](gain) if callable(given["weight"]) else given["weight"]
+        add = torch.ops.vllm_ir.fused_add_rms_norm
+        return add(all_reduced(x), residual, weight, EPS, given["columns"])
+
+    return run
+
+
+def traced_graph(function, operands: list[torch.Tensor]) -> torch.fx.GraphModule:
+    """As vLLM compiles: the rows' number is the only size that is not known."""
+    fake = FakeTensorMode(shape_env=ShapeEnv())
+    static, dynamic = DimDynamic.STATIC, DimDynamic.DYNAMIC
+    sizes = [[dynamic, static], [dynamic, static], [static], [static, static]]
+    fakes = [
+        fake.from_tensor(
+            operand,
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=size),
+            source=ConstantSource("rows" if size[0] is dynamic else f"operand{i}"),
+        )
+        for i, (operand, size) in enumerate(zip(operands, sizes, strict=True))
+    ]
+    return make_fx(function, _allow_non_fake_inputs=True)(*fakes)
+
+
+GRAPHS = {  # the function, and how many ops its graph gets
+    "two half layers": (two_half_layers, 2),
+    "the first norm": (first_norm, 1),
+    "a row-parallel layer": (row_parallel_layer, 1),
+    "the sum is read, too": (read_before_the_residual, 0),
+    "of some columns": (with_norm(columns=8), 0),
+    "no gain": (with_norm(weight=None), 0),
+    "a gain in float32": (with_norm(weight=lambda gain: gain.float() + 1), 0),
+    "no all-reduce": (lambda x, r, g, w: torch.ops.vllm_ir.fused_add_rms_norm(x, r, g, EPS), 0),
+}  # fmt: skip
+
+
+def check_graphs(failures: Failures, run_pass, *where) -> None:
+    """Each graph has its ops, no norm is left that could be one, and results are the graph's before."""
+    rank = dist.get_rank()
+
+    def compare(found, right, name: str, *case) -> None:
+        """The same bits; the sum of a second layer is no whole number, and vLLM's norm reads it before it is rounded."""
+        if name != "two half layers":
+            failures.expect_equal(list(found), list(right), *where, name, *case)
+            return
+        for i, (mine, theirs) in enumerate(zip(found, right, strict=True)):
+            near = {"rtol": 2**-7, "atol": 0.0}
+            failures.near(mine.double(), theirs.double(), *where, name, *case, i, **near)
+
+    for name, (function, ops) in GRAPHS.items():
+        for dtype in (torch.bfloat16, torch.float16):
+            operands = [rows_of(3, rank, dtype), rows_of(3, 9, dtype), rows_of(1, 5, dtype)[0], rows_of(N, 4, dtype)]  # fmt: skip
+            traced = traced_graph(function, operands)
+            right = traced(*operands)
+            run_pass(traced.graph)
+            traced.graph.lint()
+            traced.recompile()
+            found = str(traced.graph).count("overlap.allreduce_rmsnorm")
+            failures.equal(found, ops, *where, name, dtype)
+            compare(traced(*operands), right, name, dtype)
+            more = [rows_of(7, rank, dtype), rows_of(7, 9, dtype), *operands[2:]]
+            compare(traced(*more), traced_graph(function, more)(*more), name, dtype, "7 rows")
+            if name == "two half layers":
+                left = [node for node in traced.graph.nodes if "vllm" in str(node.target)]
+                failures.equal(left, [], *where, name, dtype)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_vllms_norms_become_ops(failures: Failures) -> None:
+    with vllm_operators():
+        check_graphs(failures, lambda graph: _vllm_norms.fuse(graph, lambda name: group_name(None)))
+        wide = [rows_of(3, 1).float(), rows_of(3, 9).float(), rows_of(1, 5)[0].float(), rows_of(N, 4).float()]  # fmt: skip
+        traced = traced_graph(two_half_layers, wide)
+        failures.equal(_vllm_norms.fuse(traced.graph, str), 0, "float32")
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_vllms_passes_begin_with_ours(failures: Failures) -> None:
+    manager = type("Manager", (PassManager,), {})
+    _vllm_norms.add_pass(manager, object, {"tp:0": group_name(None)}.get)
+    made = manager()
+    made.configure("theirs")
+    ours, *others = made.passes
+    failures.equal(others, ["theirs"], "the passes after it")
+    failures.holds("overlap_torch", ours.uuid(), "key")
+    with vllm_operators():
+        check_graphs(failures, ours, "the pass")
+
+
+def check_vllms_passes(failures: Failures, sources: dict[str, str]) -> None:
+    """vLLM's pass manager and its norms, by the pass that `add_pass` puts in front."""
+    norms: dict[str, Any] = {"torch": torch}
+    exec(sources["rms_norm"], norms)
+    exec(sources["fused_add_rms_norm"], norms)
+    names: dict[str, Any] = {"CustomGraphPass": CustomGraphPass, "functools": functools, "hashlib": hashlib, "json": json, "torch": torch}  # fmt: skip
+    exec(sources["InductorPass"], names)
+    ran = []
+
+    class Theirs(names["InductorPass"]):
+        def __init__(self, config: Any) -> None:
+            pass
+
+        def __call__(self, graph: Any) -> None:
+            ran.append(str(graph))
+
+    passes = ("NoOpEliminationPass", "VllmIRLoweringPass", "UnsafeCloneEliminationPass", "PostCleanupPass", "FixFunctionalizationPass")  # fmt: skip
+    range_ = SimpleNamespace(compile_range="(1, 8192)")
+    names |= dict.fromkeys(passes, Theirs) | {
+        "get_pass_context": lambda: range_,
+        "logger": mock.Mock(),
+        "set_current_vllm_config": lambda *a, **k: contextlib.nullcontext(),
+        "rocm_aiter_ops": mock.Mock(is_enabled=lambda: False, is_rdna_aiter_enabled=lambda: False),
+        "with_pattern_match_debug": lambda function: function,
+        "VllmInductorPass": mock.Mock(),
+        "VllmPatternMatcherPass": mock.Mock(),
+    }
+    exec(sources["PostGradPassManager"], names)
+    manager = names["PostGradPassManager"]
+    _vllm_norms.add_pass(manager, names["InductorPass"], {"tp:0": group_name(None)}.get)
+    made = manager()
+    flags = mock.MagicMock(spec_set=["eliminate_noops", "compute_hash", *sources["flags"]])
+    for flag in sources["flags"]:
+        setattr(flags, flag, False)
+    flags.eliminate_noops, flags.compute_hash = True, lambda: "0"
+    config = SimpleNamespace(pass_config=flags)
+    made.configure(SimpleNamespace(compilation_config=config, model_config=None))
+    for each in (made.post_cleanup, made.ir_lowering, made.clone_elimination, made.fix_functionalization, *made.passes[1:]):  # fmt: skip
+        each.uuid = lambda: "theirs"
+    failures.equal(len(made.uuid()), 64, "vLLM's key of compiled graphs")
+    with vllm_operators(norms["rms_norm"], norms["fused_add_rms_norm"]):
+        check_graphs(failures, made, "vLLM's manager")
+    failures.expect(None if "allreduce_rmsnorm" in ran[0] else ran[0], "ours is first")
+
+
+@pytest.mark.long
+@pytest.mark.ranks((2, "gloo"))
+def test_vllms_own_manager_runs_the_pass(ranks):
+    folder = "vllm/compilation/passes"
+    with wheel("vllm") as archive:
+        wanted = {
+            "rms_norm": "vllm/ir/ops/layernorm.py",
+            "fused_add_rms_norm": "vllm/ir/ops/layernorm.py",
+            "InductorPass": f"{folder}/inductor_pass.py",
+            "PostGradPassManager": f"{folder}/pass_manager.py",
+        }
+        sources: dict[str, Any] = {name: source_of(archive, path, name) for name, path in wanted.items()}  # fmt: skip
+        tree = ast.parse(sources["PostGradPassManager"])
+        sources["flags"] = sorted(
+            {
+                node.attr
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self.pass_config"
+            }
+            - {"compute_hash", "eliminate_noops"}
+        )
+        groups = archive.read("vllm/distributed/parallel_state.py").decode()
+        assert "group = _groups[group_name]()" in groups
+        assert "self.device_group" in groups
+    ranks.expect_no_failures(check_vllms_passes, sources)

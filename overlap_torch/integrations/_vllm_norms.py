@@ -1,0 +1,94 @@
+"""vLLM's compiled graphs: an all-reduce, the addition to the residual and the RMSNorm after it become one op.
+
+vLLM has an operator of its own for each norm until the last of its passes lowers it. The pass here stands before all others, so before
+vLLM's own fusion of these norms. It takes the sums of vLLM's all-reduce and of ``gemm_allreduce``, for any number of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from overlap_torch._inductor import VERSION
+from overlap_torch._inductor.editing import Editor, NotFused, erase_unused, is_tensor, value
+from overlap_torch._inductor.norms import Norm, Summed, emit, is_gain, sum_of
+from overlap_torch._layers.rmsnorm import kernels_finish
+from overlap_torch._ops.group import sizes
+
+_HERE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def fuse(graph: Graph, group_of: Callable[[str], str]) -> int:
+    """Replaces the norms after all-reduces by ops, and returns their number. ``group_of``: the process group's name by vLLM's."""
+    return sum(_fuse_one(node, group_of) for node in list(graph.nodes))
+
+
+def _named(node: Any, name: str) -> bool:
+    return isinstance(node, Node) and str(node.target) == f"{name}.default"
+
+
+def _fuse_one(norm: Node, group_of: Callable[[str], str]) -> bool:
+    """True if the node was a norm (x, weight, eps, columns=None), or one that adds (x, residual, weight, ...), and is replaced."""
+    adds = _named(norm, "vllm_ir.fused_add_rms_norm")
+    if not adds and not _named(norm, "vllm_ir.rms_norm"):
+        return False
+    total, *others = norm.args
+    residual = others.pop(0) if adds else None
+    weight, eps, *columns = others
+    summed = _summed(total, group_of) if is_tensor(total) else None
+    if summed is None or columns not in ([], [None]) or not is_gain(weight, total):
+        return False
+    if not kernels_finish(value(total).dtype, value(total).shape[-1]):
+        return False
+    if adds and len(total.users) > 1:
+        return False  # the sum without the residual is read, too
+    editor = Editor(norm if adds else total.next, value(total).fake_mode)
+    how = Norm(weight, eps, 0.0, True, (norm,))
+    try:
+        normed, added = emit(editor, summed, residual, how, total)
+    except NotFused:
+        editor.undo()
+        return False
+    if adds:
+        results = list(norm.users)  # items of the pair
+        for item in results:
+            item.replace_all_uses_with((normed, added)[item.args[1]])
+        erase_unused(results)
+    else:
+        norm.replace_all_uses_with(normed)
+        total.replace_all_uses_with(added, delete_user_cb=lambda user: user is not norm)
+    erase_unused([norm, *reversed(summed.nodes)])
+    return True
+
+
+def _summed(total: Node, group_of: Callable[[str], str]) -> Summed | None:
+    if not _named(total, "vllm.all_reduce"):
+        return sum_of(total)
+    names = {**dict(zip(("tensor", "group_name"), total.args, strict=False)), **total.kwargs}
+    return Summed(names["tensor"], None, None, group_of(names["group_name"]), (total,))
+
+
+def add_pass(manager: type, base: type, group_of: Callable[[str], str]) -> None:
+    """Lets vLLM's pass managers begin with :func:`fuse`. ``base``: vLLM's class of passes."""
+
+    class OverlapNormPass(base):
+        def __call__(self, graph: Graph) -> None:
+            fuse(graph, group_of)
+
+        def uuid(self) -> str:
+            """The key of compiled graphs: as fusions, it depends on this package's code and the groups."""
+            return f"overlap_torch {VERSION} {_HERE} {sizes()}"
+
+    configure = manager.configure
+
+    @functools.wraps(configure)
+    def configured(self, config: Any) -> None:
+        configure(self, config)
+        self.passes.insert(0, OverlapNormPass())
+
+    manager.configure = configured
