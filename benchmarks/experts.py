@@ -18,7 +18,6 @@ from torch.nn import functional
 
 import overlap_torch
 from overlap_torch._moe.scaled import block_quantized
-from overlap_torch._ops.group import group_name, reaches
 from overlap_torch._tools.launch import current_device
 
 from .measure import Stopwatch, Times
@@ -47,11 +46,9 @@ MODELS = {
 
 # The options of each variant beside the sequence. Over NCCL (gloo on CPU), and as `moe` chooses; `max_rows` leaves a tenth of room.
 OVER_NCCL, LIMITED = {"transport": "nccl"}, {"max_rows": 1.1}
-COPIES = {"transport": "copies"}  # as `moe` chooses, where ranks do not map each other's memory
 OPTIONS: dict[str, dict] = {
     "moe over NCCL": OVER_NCCL,
     "moe": {},
-    "copies": COPIES,
     "max_rows": LIMITED,
     "by ranks over NCCL": OVER_NCCL | {"sum_order": "ranks"},
     "by ranks": {"sum_order": "ranks"},
@@ -156,11 +153,7 @@ def _variants(
     most_rows = int(rows_of_ranks.max())
     shares = torch.rand(tokens, model.choices, device=device)
 
-    copies = not fp8 and dist.get_world_size() > 1 and reaches(device, group_name(None))
-
     def with_options(options: dict) -> Callable:
-        if options == COPIES and not copies:
-            options = {}
         if "max_rows" in options:
             rows = int(options["max_rows"] * most_rows) + 64
             options = options | {"max_tokens": tokens, "max_rows": rows}

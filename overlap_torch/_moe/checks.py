@@ -104,9 +104,7 @@ def way_of(
     if sum_order not in ("choices", "ranks"):
         raise ValueError(f'sum_order is "choices" or "ranks", but got {sum_order!r}')
     if transport not in (None, "peer", "nccl"):
-        raise ValueError(
-            f'transport is None, "peer", "nccl" or, of moe, "copies", but got {transport!r}'
-        )
+        raise ValueError(f'transport is None, "peer" or "nccl", but got {transport!r}')
     if limits != (None, None) and (None in limits or min(limits) < 1):
         raise ValueError(
             f"max_tokens and max_rows are given together, each at least 1, but got {limits[0]} and {limits[1]}"
@@ -184,15 +182,13 @@ def check_experts(
             raise TypeError(f"moe takes {name} in {wanted}, {whose}, but it is {tensor.dtype}")
 
 
-def check_scaled(x: torch.Tensor, down: torch.Tensor, copies: bool, has_backward: bool) -> None:
+def check_scaled(x: torch.Tensor, down: torch.Tensor, has_backward: bool) -> None:
     """Raises ValueError or TypeError for what fp8 weights do not go with."""
     if x.dtype != torch.bfloat16:
         raise TypeError(
             f"moe takes x in bfloat16 beside fp8 weights, but it is {x.dtype} (under autocast: cast)"
         )
     check_scaled_sizes("moe", x.shape[-1], down.shape[-1])
-    if copies:
-        raise ValueError('moe takes no transport="copies" beside fp8 weights; leave it out')
     if has_backward:
         raise ValueError(
             "moe has no gradients beside fp8 weights, but x, topk_weights, a bias or a scale requires one: call it under "

@@ -16,19 +16,18 @@ _ops = torch.ops.overlap
 @define(
     "_moe_experts(Tensor? x, Tensor rows, Tensor hidden, Tensor? kept, Tensor? kept_up, Tensor gate_up, Tensor? up, Tensor? bias, Tensor down, "
     f"Tensor? down_bias, Tensor? topk_weights, Tensor offs, {FORM}, bool early, SymInt tokens, int choices, {ROUTES}, bool ranks_first, bool keep_rows, "
-    "bool copies, str group) -> Tensor"
+    "str group) -> Tensor"
 )
 def _experts(x, rows, hidden, kept, kept_up, gate_up, up, bias, down, down_bias, *rest):
     """`_moe_down` of ``hidden``, which `_moe_hidden` made of the rows, with the gradients of both and of the way to the rows.
 
     The shares multiplied the hidden rows if they are `early`, else they multiply the results. `x` [T, H]: the tokens that became
     the rows; it gets the rows' gradients, summed. Without it the rows get them. ``kept``, ``kept_up``: the products before the
-    gate; None: backward makes them again, and the rows, too, unless it may ``keep_rows``. ``copies``: backward, too, multiplies the
-    rows of this rank's own tokens while copy engines carry the others.
+    gate; None: backward makes them again, and the rows, too, unless it may ``keep_rows``.
     """
     topk_weights, offs, *how = rest
     early, tokens, choices = how[6:9]
-    *routes, ranks_first, _, _, group = how[9:]
+    *routes, ranks_first, _, group = how[9:]
     late = None if early else topk_weights
     how = (late, tokens, choices, *routes, ranks_first, group)
     return _ops._moe_down(hidden, down, down_bias, offs, *how)
@@ -41,7 +40,7 @@ def _fake_experts(x, rows, hidden, kept, kept_up, gate_up, up, bias, down, *rest
 def _keep(ctx, inputs, output) -> None:
     (x, rows, _, *operands), how = inputs[:12], inputs[12:]
     *ctx.form, ctx.early, ctx.tokens, ctx.choices = how[:9]
-    *routes, ctx.ranks_first, keep_rows, ctx.copies, ctx.group = how[9:]
+    *routes, ctx.ranks_first, keep_rows, ctx.group = how[9:]
     ctx.save_for_backward(x, rows if keep_rows else None, *operands, *routes)
 
 
@@ -51,21 +50,17 @@ def _backward(ctx, grad, *_):
     routes = saved[11:]
     needs_x, needs_rows, _, _, _, needs_gate, needs_up, *needs = ctx.needs_input_grad[:11]
     needs_bias, needs_down, needs_down_bias, needs_shares = needs
-    way = (ctx.choices, *routes, ctx.ranks_first)
-    turned_down = down.transpose(1, 2)
+    way = (ctx.choices, *routes, ctx.ranks_first, ctx.group)
     wide = accumulated(grad.dtype)
     shares = None if weights is None else row_shares(weights, routes, ctx.group, wide)
     compute = _ops._moe_gate_backward
     again = torch.is_grad_enabled()  # a second derivative: of operators that have one
     if again:
         compute = gate_backward
-    if ctx.copies and not again:
-        given, product = _ops._moe_spread_linear(grad, *way, turned_down, offs, ctx.group)
-    else:
-        given = _ops._moe_spread(grad, *way, ctx.group)
-        product = _ops._moe_linear(given, turned_down, offs)
+    given = _ops._moe_spread(grad, *way)
+    product = _ops._moe_linear(given, down.transpose(1, 2), offs)
     if rows is None or (again and x is not None):
-        rows = _ops._moe_spread(x, *way, ctx.group)
+        rows = _ops._moe_spread(x, *way)
     if parts[0] is None or again:
         parts = [None if w is None else _ops._moe_linear(rows, w, offs) for w in (gate_up, up)]
     operands = (parts[0], None if up is None else parts[1], bias, shares, offs)

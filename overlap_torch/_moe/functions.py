@@ -223,9 +223,7 @@ def moe(
         save: what stays in memory for backward besides the tokens. ``"rows"``: the experts' rows [R, H], and the products with
             gate_up. ``"gate_up"``: the products; backward dispatches the tokens again. ``"nothing"``: backward also
             computes the products again. With ``shares_on="input"`` only ``"rows"``.
-        sum_order, max_tokens, max_rows, transport: as :func:`moe_dispatch`. ``transport="copies"``: as ``"peer"``, but copy
-            engines carry every token to every peer, and this package's grouped GEMM multiplies the rows of the rank's own tokens
-            meanwhile. It is never chosen by itself; no gain was measured on two GPUs, and four were not measured.
+        sum_order, max_tokens, max_rows, transport: as :func:`moe_dispatch`.
 
     Returns:
         [..., H], fresh, of x's dtype; zeros for a token without routes. Under autocast operands and result have autocast's
@@ -254,17 +252,15 @@ def moe(
     check_shares("moe", topk_weights, topk_ids.shape, x)
     (ranks, rank), own = place_of(name), down.shape[0]
     experts = experts_of_ranks([own] * ranks if num_experts is None else num_experts, ranks)
-    copies = transport == "copies"
     has_backward = torch.is_grad_enabled() and any(
         each.requires_grad for each in present(*operands, topk_weights, *scales)
     )
     if fp8:
-        check_scaled(x, down, copies, has_backward)
+        check_scaled(x, down, has_backward)
     dtype = scaled.FP8 if fp8 else x.dtype
     check_experts(x, gate_up, down, gate_up_bias, down_bias, gate, experts[rank], dtype)
 
-    carried = "peer" if copies else transport
-    way = way_of(x, topk_ids, sum_order, (max_tokens, max_rows), carried, name)
+    way = way_of(x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
     form, up = gate.form(interleaved), gate_up[1] if len(gate_up) == 2 else None
     tokens, ids, shares = by_rows(x, topk_ids, topk_weights)
     given = Operands(tokens, ids, shares, gate_up[0], up, gate_up_bias, down, down_bias)
@@ -273,46 +269,40 @@ def moe(
         output = scaled.experts(given, scales, form, shares_on, experts, way)
     else:
         keep = has_backward and save != "nothing"
-        output = _computed(given, form, shares_on, (keep, save == "rows", copies), experts, way)
+        output = _computed(given, form, shares_on, (keep, save == "rows"), experts, way)
     return output.view(*topk_ids.shape[:-1], down.shape[1])
 
 
 def _computed(
-    given: Operands, form: tuple, shares_on: str, kept: tuple[bool, bool, bool], experts, way: Way
+    given: Operands, form: tuple, shares_on: str, kept: tuple[bool, bool], experts, way: Way
 ) -> torch.Tensor:
-    """`moe` of operands of one type. ``kept``: whether products stay for backward, and rows, and whether copies carry tokens."""
+    """`moe` of operands of one type. ``kept``: whether products stay for backward, and rows."""
     tokens, ids, shares, *weights, down, down_bias = given
-    keep, keep_rows, copies = kept
+    keep, keep_rows = kept
     # The experts' backward sends the tokens' gradients home itself, unless shares come between tokens and rows.
     direct, early = shares_on != "input", shares_on == "hidden"
     # The GPU waits for the host after the number of rows is known: these calls leave the dispatcher out.
     short = direct and not is_seen(*present(*given))
     wide, of_rows = accumulated(tokens.dtype), None
-    if copies and shares_on == "output":
-        with torch.no_grad():
-            rows, offs, _, *routes, hidden, product, product_up = _ops._moe_dispatch_hidden(
-                tokens, ids, experts, *way[:4], *weights, *form, keep, way.group
-            )
-    else:
-        fits = short and gate_fits(tokens, *weights, down.shape[0], *form[-2:])
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not direct):
-            dispatch = ops.dispatch if short else _ops.moe_dispatch
-            rows, offs, _, *routes = dispatch(tokens, ids, experts, 1, *way)
-            if shares_on != "output":
-                of_rows = ops.row_shares(shares, routes, way.group, wide)
-            if not direct:
-                rows = (rows * of_rows).to(tokens.dtype)
-        with torch.no_grad():
-            multiply = _ops._moe_grouped if fits else _ops._moe_hidden
-            how = (of_rows if early else None, offs, *form, keep)
-            hidden, product, product_up = multiply(rows, *weights, *how)
+    fits = short and gate_fits(tokens, *weights, down.shape[0], *form[-2:])
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not direct):
+        dispatch = ops.dispatch if short else _ops.moe_dispatch
+        rows, offs, _, *routes = dispatch(tokens, ids, experts, 1, *way)
+        if shares_on != "output":
+            of_rows = ops.row_shares(shares, routes, way.group, wide)
+        if not direct:
+            rows = (rows * of_rows).to(tokens.dtype)
+    with torch.no_grad():
+        multiply = _ops._moe_grouped if fits else _ops._moe_hidden
+        how = (of_rows if early else None, offs, *form, keep)
+        hidden, product, product_up = multiply(rows, *weights, *how)
     parts = (
         hidden,
         product if keep else None,
         product_up if keep and given.up is not None else None,
     )
     left = (*weights, down, down_bias, shares if direct else None, offs)
-    how = (early, *ids.shape, *routes, way.ranks_first, keep_rows, copies, way.group)
+    how = (early, *ids.shape, *routes, way.ranks_first, keep_rows, way.group)
     return _ops._moe_experts(tokens if direct else None, rows, *parts, *left, *form, *how)
 
 

@@ -296,7 +296,7 @@ def combine(results, topk_weights, tokens, choices, *how):
     return _ops._moe_sum(home, sent, None, tokens, splits.shape[1], False)
 
 
-def fake_dispatch(
+def _fake_dispatch(
     x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group, home_bytes=0
 ):
     dynamic = torch.library.get_ctx().new_dynamic_size
@@ -315,7 +315,7 @@ def fake_dispatch(
 
 
 _FAKES = {
-    "moe_dispatch": fake_dispatch,
+    "moe_dispatch": _fake_dispatch,
     "_moe_spread": lambda x, choices, *routes: x.new_empty((routes[3].shape[0], x.shape[1])),
     "_moe_home": lambda rows, r, p, s, t, total, g: rows.new_empty((total, rows.shape[1])),
     "_moe_away": lambda parts, r, p, s, t, g: parts.new_empty((s.shape[0], parts.shape[1])),

@@ -8,7 +8,6 @@ import functools
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from overlap_torch._moe import ops
 from overlap_torch._moe.activation import FORM, NO_ACTIVATION
 from overlap_torch._moe.checks import present
 from overlap_torch._moe.ops import ROUTES, combine, complete, define, library, peer_stride
@@ -16,18 +15,11 @@ from overlap_torch._moe.ops import ROUTES, combine, complete, define, library, p
 _ops = torch.ops.overlap
 
 _HIDDEN = "Tensor rows, Tensor weight, Tensor? up, Tensor? bias, Tensor? shares, Tensor offs"
-_KEPT = f"{FORM}, bool keep) -> (Tensor, Tensor, Tensor)"
 _SCALED = "Tensor? scale=None, Tensor? up_scale=None) -> (Tensor, Tensor, Tensor)"
-_DISPATCHED = "Tensor rows, Tensor offs, Tensor counts"
-_MADE = "Tensor hidden, Tensor kept, Tensor kept_up"
-# For CUDA on Hopper only: csrc/binding/cuda/moe_cuda.cc, moe_peers_cuda.cc and moe_home_cuda.cc.
+# For CUDA on Hopper only: csrc/binding/cuda/moe_cuda.cc and moe_home_cuda.cc.
 for _schema in (
     f"_moe_grouped({_HIDDEN}, {FORM}, bool keep, {_SCALED}",
     "_moe_grouped_weights(Tensor grad, Tensor rows, Tensor offs) -> Tensor",
-    "_moe_peer_up(Tensor x, Tensor ids, int[] experts, bool ranks_first, int max_tokens, int max_rows, int limit, Tensor weight, "
-    f"Tensor? up, Tensor? bias, {FORM}, bool keep, str group) -> ({_DISPATCHED}, Tensor home, Tensor source, Tensor splits, {_MADE})",
-    "_moe_peer_spread_linear(Tensor x, int choices, Tensor home, Tensor source, int stride, Tensor weight, Tensor offs, "
-    "str group) -> (Tensor, Tensor)",
     "_moe_peer_down(Tensor hidden, Tensor weight, Tensor? bias, Tensor offs, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, "
     "int choices, str group, Tensor? scale=None) -> Tensor",
 ):
@@ -36,7 +28,6 @@ for _schema in (
 
 # PyTorch's gradients of weights are faster if experts have fewer rows on average.
 _FEW_ROWS = 256
-_MOST_IN_PARTS = 512  # experts of a rank whose product the GEMM makes in two parts
 
 
 def ends_of(offs: torch.Tensor) -> list[tuple[int, int]]:
@@ -140,7 +131,7 @@ def gate_fits(rows, weight, up, bias, experts: int, gated: bool, interleaved: bo
     return gated and fits and _ours_fit([rows], weights, [bias], experts)
 
 
-@define(f"_moe_hidden({_HIDDEN}, {_KEPT}")
+@define(f"_moe_hidden({_HIDDEN}, {FORM}, bool keep) -> (Tensor, Tensor, Tensor)")
 def _hidden(rows, weight, up, bias, shares, offs, *form_and_keep):
     """`_moe_linear` of one weight or two, and `_moe_gate`; and the products themselves if they are kept. Missing tensors
     are empty."""
@@ -151,60 +142,6 @@ def _hidden(rows, weight, up, bias, shares, offs, *form_and_keep):
     hidden = _ops._moe_gate(*parts, *(None,) * (2 - len(parts)), bias, shares, offs, *form)
     kept = parts if keep else []
     return hidden, *kept, *(rows.new_empty(0) for _ in range(2 - len(kept)))
-
-
-@define(
-    "_moe_dispatch_hidden(Tensor x, Tensor topk_ids, int[] experts, int max_tokens, int max_rows, bool peers, bool ranks_first, "
-    f"Tensor weight, Tensor? up, Tensor? bias, {FORM}, bool keep, str group) -> ({_DISPATCHED}, {ROUTES}, {_MADE})"
-)
-def _dispatch_hidden(
-    x, topk_ids, experts, max_tokens, max_rows, peers, ranks_first, weight, up, bias, *how
-):
-    """`moe_dispatch`, then `_moe_hidden`. It has no gradients.
-
-    On Hopper, over peers, copy engines carry all tokens to all peers while the rows of this rank's own tokens are
-    multiplied.
-    """
-    *form, keep, group = how
-    own = weight.shape[0]
-    if peers and own <= _MOST_IN_PARTS and gate_fits(x, weight, up, bias, own, *form[-2:]):
-        rows, offs, counts, home, source, splits, *made = _ops._moe_peer_up(
-            x,
-            topk_ids,
-            experts,
-            ranks_first,
-            max_tokens,
-            max_rows,
-            ops.MOST_BYTES,
-            weight,
-            up,
-            bias,
-            *form,
-            keep,
-            group,
-        )
-        if splits.numel() > 0:  # else some rank has too many tokens
-            none = (home.new_empty(0), home.new_empty(0))
-            return rows, offs, counts, home, *none, source, splits, *made
-        peers = False
-    rows, offs, counts, *routes = ops.dispatch(
-        x, topk_ids, experts, 1, max_tokens, max_rows, peers, ranks_first, group
-    )
-    return rows, offs, counts, *routes, *_hidden(rows, weight, up, bias, None, offs, *form, keep)
-
-
-@define(
-    f"_moe_spread_linear(Tensor x, int choices, {ROUTES}, bool ranks_first, Tensor weight, Tensor offs, str group) -> (Tensor, Tensor)"
-)
-def _spread_linear(x, choices, routes, place, sent, source, splits, ranks_first, *how):
-    """`_moe_spread`, then `_moe_linear`: both results. It has no gradients. On Hopper as `_moe_dispatch_hidden`."""
-    weight, offs, group = how
-    stride, own = peer_stride(splits), offs.shape[0]
-    if stride is not None and own <= _MOST_IN_PARTS and _ours_fit([x], [weight], [], own):
-        return _ops._moe_peer_spread_linear(x, choices, routes, source, stride, weight, offs, group)
-    how = (routes, place, sent, source, splits, ranks_first, group)
-    rows = _ops._moe_spread(x, choices, *how)
-    return rows, _linear(rows, weight, offs)
 
 
 @define(
@@ -238,21 +175,6 @@ def _fake_hidden(rows, weight, up, bias, shares, offs, *form_and_keep):
     shapes = [(count, width) if keep else 0, (count, width) if keep and up is not None else 0]
     hidden = rows.new_empty((count, width // (2 if gated and up is None else 1)))
     return hidden, *(rows.new_empty(shape) for shape in shapes)
-
-
-def _fake_dispatch_hidden(
-    x, topk_ids, experts, max_tokens, max_rows, peers, ranks_first, weight, up, bias, *how
-):
-    *form_and_keep, group = how
-    found = ops.fake_dispatch(
-        x, topk_ids, experts, 1, max_tokens, max_rows, peers, ranks_first, group
-    )
-    return *found, *_fake_hidden(found[0], weight, up, bias, None, found[1], *form_and_keep)
-
-
-def _fake_spread_linear(x, choices, *routes_and_how):
-    rows = x.new_empty((routes_and_how[3].shape[0], x.shape[1]))
-    return rows, rows.new_empty((rows.shape[0], routes_and_how[-3].shape[1]))
 
 
 def _fake_down(hidden, weight, bias, offs, topk_weights, tokens, choices, *how):
@@ -290,8 +212,6 @@ complete(
             (offs.shape[0], grad.shape[1], rows.shape[1])
         ),
         "_moe_hidden": _fake_hidden,
-        "_moe_dispatch_hidden": _fake_dispatch_hidden,
-        "_moe_spread_linear": _fake_spread_linear,
         "_moe_down": _fake_down,
     },
     {
@@ -308,17 +228,7 @@ def flops(left: torch.Size, right: torch.Size, *args: object, **kwargs: object) 
 
 
 @register_flop_formula(_ops._moe_hidden)
-def flops_hidden(
+def _flops_hidden(
     rows: torch.Size, weight: torch.Size, up: torch.Size | None, *args: object, **kwargs: object
 ) -> int:
     return flops(rows, weight) * (1 if up is None else 2)
-
-
-@register_flop_formula(_ops._moe_dispatch_hidden)
-def _flops_dispatch_hidden(*args: object, out_shape: tuple, **kwargs: object) -> int:
-    return flops_hidden(out_shape[0], *args[7:9])
-
-
-@register_flop_formula(_ops._moe_spread_linear)
-def _flops_spread_linear(*args: object, out_shape: tuple, **kwargs: object) -> int:
-    return flops(out_shape[0], args[-3])

@@ -139,8 +139,7 @@ def calls_of_operators() -> tuple[list[tuple[str, tuple]], int]:
     )
     hidden, saved = products[0], products[1]
     first, experts_of = (x, rows, hidden), (None, gate_up, None, None, down, None)
-    how, last = (offs, *silu), (True, world_name())
-    dispatched = (x.detach(), ids, experts, 0, 0, False, False, gate_up.detach(), None, None)
+    how = (offs, *silu)
     return [
         ("moe_dispatch", (x, ids, experts, 1, 0, 0, False, True, world_name())),
         ("moe_dispatch", (x, ids, experts, 1, 9, 64, False, True, world_name())),
@@ -153,16 +152,14 @@ def calls_of_operators() -> tuple[list[tuple[str, tuple]], int]:
         ("_moe_hidden", (fixed, *[gate_up.detach()] * 2, None, None, offs, *silu, False)),
         ("_moe_gate", (kept, None, None, None, offs, *silu)),
         ("_moe_down", (fixed, gate_up.detach(), None, offs, shares.detach(), *home)),
-        ("_moe_dispatch_hidden", (*dispatched, *silu, True, world_name())),
         (
-            "_moe_spread_linear",
-            (x.detach(), 2, *route, False, down.detach().transpose(1, 2), offs, world_name()),
+            "_moe_experts",
+            (*first, saved, *experts_of, shares, *how, False, *home[:-1], True, home[-1]),
         ),
         (
             "_moe_experts",
-            (*first, saved, *experts_of, shares, *how, False, *home[:-1], True, *last),
+            (*first, None, *experts_of, None, *how, True, *home[:-1], False, home[-1]),
         ),
-        ("_moe_experts", (*first, None, *experts_of, None, *how, True, *home[:-1], False, *last)),
         ("_moe_weight_gradient", (rows, rows, offs)),
     ], size
 

@@ -231,7 +231,6 @@ WRONG = [
     (TypeError, "scale_down in float32", {"scale_down": torch.Tensor.double}),
     (TypeError, "x in bfloat16 beside fp8", {"x": torch.Tensor.float}),
     (TypeError, "gate_up in torch.float8_e4m3fn, beside", {"gate_up": torch.Tensor.bfloat16}),
-    (ValueError, 'no transport="copies"', {"transport": "copies"}),
     (ValueError, "multiples of 16", {"x": lambda x: x[:, :8], "gate_up": lambda w: w[..., :8]}),
     (ValueError, "no gradients", {"shares": torch.Tensor.requires_grad_}),
     (ValueError, "no gradients", {"scale_down": torch.Tensor.requires_grad_}),

@@ -34,7 +34,6 @@ class Form:
     experts: str = (
         "double"  # or two products each, with gradients or without, or of fp8 weights by a recipe
     )
-    carrier: str = "peer"  # of the products; or "copies"
 
     def draw(self, seed: int) -> list[torch.Tensor]:
         """x, ids, shares, the gradient of the output, and a factor of rows."""
@@ -90,7 +89,6 @@ class Form:
         return [tensor.to(self.dtype) for tensor in drawn]
 
     def products(self, x, ids, shares, transport: str, limits: dict[str, int]) -> torch.Tensor:
-        transport = self.carrier if transport == "peer" else transport
         how = {"sum_order": self.sum_order, "transport": transport, **limits}
         weights = self.weights(x.device)
         if len(weights) > 2:
@@ -111,16 +109,8 @@ FORMS = [
     Form(width=264, experts="products"),
     Form(width=264, experts="products without gradients", max_rows=ROOM),
     Form(width=1032, experts="products without gradients", dtype=torch.float16),
-    Form(most=2500, width=264, experts="products", carrier="copies"),
-    Form(
-        most=900,
-        width=136,
-        experts="products",
-        max_rows=ROOM,
-        dtype=torch.float16,
-        carrier="copies",
-    ),
-    Form(ids="first rank", width=64, experts="products", sum_order="ranks", carrier="copies"),
+    Form(most=900, width=136, experts="products", max_rows=ROOM, dtype=torch.float16),
+    Form(ids="first rank", width=64, experts="products", sum_order="ranks"),
     Form(width=272, experts="rowwise"),
     Form(width=144, experts="blockwise", max_rows=ROOM),
     Form(ids="first rank", width=528, experts="blockwise", sum_order="ranks"),
@@ -160,7 +150,7 @@ def test_peer_rows_race(failures: Failures, calls: int) -> None:
 @pytest.mark.peers
 def test_peer_rows_in_graphs(failures: Failures) -> None:
     """Graphs of several sizes are replayed by turns, with plain calls between, by ranks that come late."""
-    graph = Form(max_rows=ROOM, width=64, experts="products without gradients", carrier="copies")
+    graph = Form(max_rows=ROOM, width=64, experts="products without gradients")
     fp8 = Form(most=200, max_rows=ROOM, width=144, experts="blockwise")
     forms = [graph, Form(most=33, max_rows=600, sum_order="ranks"), fp8, Form(width=64)]
     plain = len(forms) - 1

@@ -158,5 +158,5 @@ def test_bench_experts_measures_every_variant_where_no_rank_has_peers(options, p
     assert found == [("tiny", 8, backward) for backward in passes]
     for row in rows:
         medians = {name: time["median"] for name, time in row.items() if isinstance(time, dict)}
-        assert {"sequence", "moe", "copies", "max_rows", "by ranks"} <= set(medians)
+        assert {"sequence", "moe", "max_rows", "by ranks"} <= set(medians)
         assert min(medians.values()) > 0

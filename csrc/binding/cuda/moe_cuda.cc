@@ -249,6 +249,16 @@ kernels::Activation activation_of(c10::string_view name) {
   TORCH_CHECK_VALUE(false, "unknown activation ", name);
 }
 
+// The numbers of an operator's activation.
+struct Form {
+  c10::string_view activation;
+  double alpha = 1.0;
+  double limit = 0.0;
+  double offset = 0.0;
+  bool gated = false;
+  bool interleaved = false;
+};
+
 void set_form(kernels::GateParams& params, const Form& form) {
   params.activation = activation_of(form.activation);
   params.alpha = form.alpha;
@@ -347,17 +357,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& grad, con
 }
 
 #if defined(OVERLAP_WITH_SM90)
+// [R, K] and [e, N, K] to [R, N]; gated, through gate and up: [R, N / 2], or [R, N] with an `up` [e, N, K] beside the gate. And what
+// came before the gate, of each weight, if it is kept; else two empty tensors.
 std::tuple<Tensor, Tensor, Tensor> grouped(
     const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& up,
     const std::optional<Tensor>& bias, const std::optional<Tensor>& shares, const Tensor& offs,
     c10::string_view name, double alpha, double limit, double offset, bool gated, bool interleaved,
     bool keep, const std::optional<Tensor>& scale, const std::optional<Tensor>& up_scale) {
   const c10::cuda::CUDAGuard guard(rows.device());
-  const Form form{name, alpha, limit, offset, gated, interleaved};
-  const Product product =
-      product_of(rows, weight, up, bias, shares, offs, form, keep, scale, up_scale);
-  C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(product.params, stream()));
-  return {product.output, product.kept, product.kept_up};
+  const Tensor added = contiguous(bias);
+  const Tensor wide = wide_shares(shares, rows);
+  kernels::GroupedGemmParams params = grouped_params(rows, weight, offs, scale);
+  kernels::GateParams& gate = params.gate;
+  const at::TensorOptions options = product_options(rows);
+  Tensor kept = at::empty({0}, options);
+  Tensor kept_up = kept;
+  if (gated) {
+    params.form = kernels::GroupedForm::kGate;
+    set_form(gate, {name, alpha, limit, offset, gated, interleaved});
+    gate.shares = wide.defined() ? wide.const_data_ptr() : nullptr;
+    if (up.has_value()) {
+      params.up_weight = up->const_data_ptr();
+      if (up_scale.has_value()) params.up_scale = up_scale->const_data_ptr<float>();
+    } else {
+      gate.width /= 2;
+    }
+    if (keep) {
+      kept = at::empty({params.rows, params.n}, options);
+      if (up.has_value()) kept_up = at::empty_like(kept);
+      gate.gate_grad = kept.data_ptr();
+      gate.up_grad = up_place(kept, up.has_value() ? kept_up : Tensor(), gate.width);
+      gate.grad_stride = params.n;
+    }
+  }
+  if (added.defined()) set_bias(gate, added, gated, offs);
+  Tensor output = at::empty({params.rows, gate.width}, options);
+  gate.output = output.data_ptr();
+  C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(params, stream()));
+  return {output, kept, kept_up};
 }
 
 // [R, N] and [R, K] to [e, N, K].
@@ -403,44 +440,6 @@ kernels::GroupedGemmParams grouped_params(const Tensor& rows, const Tensor& weig
   set_experts(params.gate, offs);
   params.ctas = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   return params;
-}
-
-Product product_of(const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& up,
-                   const std::optional<Tensor>& bias, const std::optional<Tensor>& shares,
-                   const Tensor& offs, const Form& form, bool keep,
-                   const std::optional<Tensor>& scale, const std::optional<Tensor>& up_scale) {
-  Product product;
-  product.bias = contiguous(bias);
-  product.shares = wide_shares(shares, rows);
-  product.params = grouped_params(rows, weight, offs, scale);
-  kernels::GroupedGemmParams& params = product.params;
-  kernels::GateParams& gate = params.gate;
-  const at::TensorOptions options = product_options(rows);
-  const Tensor none = at::empty({0}, options);
-  product.kept = product.kept_up = none;
-  if (form.gated) {
-    params.form = kernels::GroupedForm::kGate;
-    set_form(gate, form);
-    gate.shares = product.shares.defined() ? product.shares.const_data_ptr() : nullptr;
-    if (up.has_value()) {
-      params.up_weight = up->const_data_ptr();
-      if (up_scale.has_value()) params.up_scale = up_scale->const_data_ptr<float>();
-    } else {
-      gate.width /= 2;
-    }
-    if (keep) {
-      product.kept = at::empty({params.rows, params.n}, options);
-      if (up.has_value()) product.kept_up = at::empty_like(product.kept);
-      gate.gate_grad = product.kept.data_ptr();
-      gate.up_grad =
-          up_place(product.kept, up.has_value() ? product.kept_up : Tensor(), gate.width);
-      gate.grad_stride = params.n;
-    }
-  }
-  if (product.bias.defined()) set_bias(gate, product.bias, form.gated, offs);
-  product.output = at::empty({params.rows, gate.width}, options);
-  gate.output = product.output.data_ptr();
-  return product;
 }
 #endif
 

@@ -32,16 +32,6 @@ struct Routes {
 // Ids are contiguous. `tokens`: whether slots and sent are wanted.
 Routes find_routes(const at::Tensor& ids, at::IntArrayRef experts, bool tokens);
 
-// The numbers of an operator's activation.
-struct Form {
-  c10::string_view activation;
-  double alpha = 1.0;
-  double limit = 0.0;
-  double offset = 0.0;
-  bool gated = false;
-  bool interleaved = false;
-};
-
 // The experts' product of contiguous rows [R, K] and weights [e, N, K], contiguous along K or N, but for its output; in a build for
 // Hopper. Packed rows have fp8 weights [e, N, K], with float32 scales of their rows, [e, N], or of blocks (GroupedGemmParams).
 kernels::GroupedGemmParams grouped_params(const at::Tensor& rows, const at::Tensor& weight,
@@ -50,23 +40,5 @@ kernels::GroupedGemmParams grouped_params(const at::Tensor& rows, const at::Tens
 
 // The options of products of these rows: bfloat16 if the rows are packed.
 at::TensorOptions product_options(const at::Tensor& rows);
-
-// Such a product with its output, and with what it keeps and reads.
-struct Product {
-  kernels::GroupedGemmParams params;
-  at::Tensor output;
-  at::Tensor kept;
-  at::Tensor kept_up;
-  at::Tensor bias;
-  at::Tensor shares;
-};
-
-// [R, K] and [e, N, K] to [R, N]; gated, through gate and up: [R, N / 2], or [R, N] with an `up` [e, N, K] beside the gate. And what
-// came before the gate, of each weight, if it is kept; else two empty tensors.
-Product product_of(const at::Tensor& rows, const at::Tensor& weight,
-                   const std::optional<at::Tensor>& up, const std::optional<at::Tensor>& bias,
-                   const std::optional<at::Tensor>& shares, const at::Tensor& offs,
-                   const Form& form, bool keep, const std::optional<at::Tensor>& scale = {},
-                   const std::optional<at::Tensor>& up_scale = {});
 
 }  // namespace overlap::binding

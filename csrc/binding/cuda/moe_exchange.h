@@ -23,9 +23,9 @@ class Exchange {
         stream_(at::cuda::getCurrentCUDAStream()),
         group_(cuda_group(find_group(name), like.device().index(), stream_)) {}
 
-  // `alike`, `more`: numbers that every rank's call has. Copies announce steps below `steps`.
+  // `alike`, `more`: numbers that every rank's call has.
   runtime::CopyCall begin(int64_t bytes, std::initializer_list<int64_t> alike,
-                          at::IntArrayRef more = {}, int32_t steps = 0) const {
+                          at::IntArrayRef more = {}) const {
     uint64_t hash = 0;
     const auto mix = [&](int64_t number) {
       hash = (hash ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
@@ -33,7 +33,7 @@ class Exchange {
     };
     for (const int64_t number : alike) mix(number);
     for (const int64_t number : more) mix(number);
-    return runtime::CopyCall(*group_, stream_, bytes, steps, hash);
+    return runtime::CopyCall(*group_, stream_, bytes, 0, hash);
   }
 
   template <class Params>

@@ -8,7 +8,7 @@
 
 namespace overlap::kernels {
 
-constexpr int kTile = kGroupedTile;  // rows, and columns before a gate
+constexpr int kTile = 128;  // rows, and columns before a gate
 constexpr int kHalf = kTile / 2;
 constexpr int kWarpRows = 16;  // of a warp's sums at a time
 // Bytes of a staged row: no two rows of a store meet in a bank.

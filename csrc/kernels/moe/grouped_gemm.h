@@ -13,8 +13,7 @@
 
 namespace overlap::kernels {
 
-constexpr int kMaxGroupedExperts = 1024;  // times ranges_of_expert
-constexpr int kGroupedTile = 128;         // rows of a tile, the first from an expert's first row on
+constexpr int kMaxGroupedExperts = 1024;
 
 enum class GroupedForm { kRows, kGate, kWeights };
 
@@ -48,10 +47,6 @@ struct GroupedGemmParams {
   // biases.
   GateParams gate;
   HomeParams home;  // kRows
-  // Only these rows are computed: of each expert so many ranges of whole tiles, [experts, ranges_of_expert, 2], the first row and
-  // the end. Null: all rows.
-  const int32_t* ranges = nullptr;
-  int32_t ranges_of_expert = 1;
   int32_t ctas = 0;
 };
 

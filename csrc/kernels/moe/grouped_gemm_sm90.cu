@@ -481,9 +481,8 @@ cudaError_t launch_grouped_gemm_sm90(const GroupedGemmParams& gemm, cudaStream_t
   params.column_pairs =
       static_cast<int32_t>((gate.width + kCluster * columns - 1) / (kCluster * columns));
   if (!make_maps(params)) return cudaErrorInvalidValue;
-  const int64_t blocks =
-      weights ? gate.experts * ((gemm.n + kTile - 1) / kTile)
-              : (gemm.rows + kTile - 1) / kTile + gate.experts * gemm.ranges_of_expert;
+  const int64_t blocks = weights ? gate.experts * ((gemm.n + kTile - 1) / kTile)
+                                 : (gemm.rows + kTile - 1) / kTile + gate.experts;
   const int64_t clusters =
       std::clamp<int64_t>(gemm.ctas / kCluster, 1, blocks * params.column_pairs);
   const Kernel kernel = gemm.scale != nullptr ? scaled_kernel(gemm.form, gemm.by_blocks)

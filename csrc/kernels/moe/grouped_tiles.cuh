@@ -27,7 +27,7 @@ struct Shared {
   float scales[kStages][kTile + 2];  // of blocks: of rows, and of the columns' two halves
   uint64_t full[kStages];
   uint64_t empty[kStages];
-  int32_t ends[kMaxGroupedExperts];  // of each range's cluster tiles
+  int32_t ends[kMaxGroupedExperts];  // of each expert's cluster tiles
 };
 constexpr int kSharedBytes = static_cast<int>(sizeof(Shared)) + 1024;
 static_assert(kSharedBytes <= 227 * 1024);
@@ -58,30 +58,17 @@ __device__ __forceinline__ void meet_group(int group) {
   asm volatile("bar.sync %0, %1;" ::"r"(3 + group), "n"(kGroup) : "memory");
 }
 
-// Rows of an expert.
-struct Range {
-  int begin;
-  int end;
-};
-__device__ __forceinline__ Range range_of(const GroupedGemmParams& gemm, int range) {
-  if (gemm.ranges != nullptr) return {gemm.ranges[2 * range], gemm.ranges[2 * range + 1]};
-  return {range == 0 ? 0 : gemm.gate.offs[range - 1], gemm.gate.offs[range]};
-}
-__device__ __forceinline__ int ranges_of(const GroupedGemmParams& gemm) {
-  return gemm.gate.experts * gemm.ranges_of_expert;
-}
-
 // A cluster's tile.
 struct Place {
   int expert;
-  int begin;      // the range's first row of the input
+  int begin;      // the expert's first row of the input
   int end;        // after its last one
   int first_row;  // of the tile; of kWeights, a row of the weight
   int end_row;
   int pair;  // of columns
 };
 
-// All tiles of all ranges, in order of range; a range's by bands of rows, a band's by columns.
+// All tiles of all experts, in order of expert; an expert's by bands of rows, a band's by columns.
 template <class T, GroupedForm kForm>
 class Tiles {
  public:
@@ -89,16 +76,16 @@ class Tiles {
       : params_(params), shared_(shared), tile_(static_cast<int>(blockIdx.x) / kCluster) {}
 
   __device__ bool next(Place& place) {
-    const int ranges = ranges_of(params_.gemm);
-    while (range_ < ranges && shared_.ends[range_] <= tile_) ++range_;
-    if (range_ == ranges) return false;
-    const Range rows = range_of(params_.gemm, range_);
-    place.expert = range_ / params_.gemm.ranges_of_expert;
-    place.begin = rows.begin;
-    place.end = rows.end;
+    const int experts = params_.gemm.gate.experts;
+    while (expert_ < experts && shared_.ends[expert_] <= tile_) ++expert_;
+    if (expert_ == experts) return false;
+    const int32_t* offs = params_.gemm.gate.offs;
+    place.expert = expert_;
+    place.begin = expert_ == 0 ? 0 : offs[expert_ - 1];
+    place.end = offs[expert_];
     const int origin = kForm == GroupedForm::kWeights ? 0 : place.begin;
     place.end_row = kForm == GroupedForm::kWeights ? static_cast<int>(params_.gemm.n) : place.end;
-    const int first = range_ == 0 ? 0 : shared_.ends[range_ - 1];
+    const int first = expert_ == 0 ? 0 : shared_.ends[expert_ - 1];
     const int blocks = (place.end_row - origin + kTile - 1) / kTile;
     const int index = tile_ - first;
     const int band = index / (kBand * params_.column_pairs);
@@ -121,7 +108,7 @@ class Tiles {
   const KernelParams& params_;
   const Shared& shared_;
   int tile_;
-  int range_ = 0;
+  int expert_ = 0;
 };
 
 // The stage that comes next, and how often it was used.
@@ -145,21 +132,21 @@ template <GroupedForm kForm>
 __device__ void count_tiles(const KernelParams& params, Shared& shared) {
   const int lane = static_cast<int>(threadIdx.x);
   int total = 0;
-  const int ranges = ranges_of(params.gemm);
-  for (int first = 0; first < ranges; first += 32) {
-    const int range = first + lane;
+  for (int first = 0; first < params.gemm.gate.experts; first += 32) {
+    const int expert = first + lane;
     int tiles = 0;
-    if (range < ranges) {
-      const Range of_input = range_of(params.gemm, range);
-      const int rows = kForm == GroupedForm::kWeights ? static_cast<int>(params.gemm.n)
-                                                      : of_input.end - of_input.begin;
+    if (expert < params.gemm.gate.experts) {
+      const int32_t* offs = params.gemm.gate.offs;
+      const int rows = kForm == GroupedForm::kWeights
+                           ? static_cast<int>(params.gemm.n)
+                           : offs[expert] - (expert == 0 ? 0 : offs[expert - 1]);
       tiles = (rows + kTile - 1) / kTile * params.column_pairs;
     }
     for (int distance = 1; distance < 32; distance *= 2) {
       const int before = __shfl_up_sync(0xffffffff, tiles, distance);
       if (lane >= distance) tiles += before;
     }
-    if (range < ranges) shared.ends[range] = total + tiles;
+    if (expert < params.gemm.gate.experts) shared.ends[expert] = total + tiles;
     total += __shfl_sync(0xffffffff, tiles, 31);
   }
 }

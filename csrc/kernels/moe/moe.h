@@ -81,8 +81,6 @@ cudaError_t count_arrivals(const ArrivalsParams& params,
                            cudaStream_t stream);  // known, offs, counts
 cudaError_t place_arrivals(const ArrivalsParams& params, cudaStream_t stream);  // place, source
 
-enum class Tokens { kAll, kOwn, kOthers };
-
 struct RowsParams {
   Element element = Element::kBFloat16;
   int64_t rows = 0;                // of the output
@@ -95,24 +93,9 @@ struct RowsParams {
   const void* own = nullptr;
   int64_t own_first = 0;
   int64_t own_count = 0;
-  Tokens which = Tokens::kAll;  // only the rows of these; zeros are the others'
 };
 
 cudaError_t gather_rows(const RowsParams& params, cudaStream_t stream);
-
-// Each expert's tiles of rows whose tokens are all this rank's own, and the other tiles: before them and after them.
-struct PartsParams {
-  int32_t rank = 0;
-  int32_t experts = 0;
-  int32_t tile = 0;                 // rows
-  const int32_t* offs = nullptr;    // [experts]
-  const int64_t* source = nullptr;  // as RowsParams::index
-  int64_t stride = 0;               // indices of a rank
-  int32_t* own = nullptr;           // [experts, 2]: the first row and the end
-  int32_t* others = nullptr;        // [experts, 2, 2]
-};
-
-cudaError_t find_parts(const PartsParams& params, cudaStream_t stream);
 
 // A packed row: `width` numbers in float8_e4m3fn, then float32 scales, the largest absolute values divided by 448: one of the row or,
 // `by_blocks`, one of each kScaledBlock numbers. Zeros fill the last 16 bytes.
@@ -213,7 +196,6 @@ struct TokensParams {
   int64_t stride = 0;             // tokens of a rank
   const int64_t* longest =
       nullptr;  // its value replaces the stride; nothing is sent if it is larger
-  bool routes_only = false;
   const int64_t* routes = nullptr;  // RoutesParams
   const int64_t* begins = nullptr;
   char* slots[kMaxPeers] = {};

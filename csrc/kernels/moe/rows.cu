@@ -21,11 +21,7 @@ __global__ void __launch_bounds__(kMostThreads)
   }
   int64_t from = index < 0 ? -1 : index / params.divisor;
   const void* source = params.source;
-  const bool own = from >= params.own_first && from - params.own_first < params.own_count;
-  if (params.which != Tokens::kAll && own != (params.which == Tokens::kOwn)) {
-    return;
-  }
-  if (own) {
+  if (from >= params.own_first && from - params.own_first < params.own_count) {
     from -= params.own_first;
     source = params.own;
   }
@@ -112,40 +108,6 @@ __global__ void __launch_bounds__(kMostThreads)
     const float scale = shared_scale(largest);
     each([&](int64_t column, const Access<T, kVector>& values) { cast(column, values, scale); });
     if (lane < room) scales[lane] = lane == 0 ? scale : 0.0f;
-  }
-}
-
-// The first row from `begin` on whose token is of this rank or a later one, or nobody's.
-__device__ int first_of(const PartsParams& params, int begin, int end, int rank) {
-  while (begin < end) {
-    const int middle = (begin + end) / 2;
-    const int64_t source = params.source[middle];
-    if (source < 0 || source / params.stride >= rank) {
-      end = middle;
-    } else {
-      begin = middle + 1;
-    }
-  }
-  return begin;
-}
-
-__global__ void parts_kernel(const __grid_constant__ PartsParams params) {
-  const auto expert = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (expert >= params.experts) {
-    return;
-  }
-  const int begin = expert == 0 ? 0 : params.offs[expert - 1];
-  const int end = params.offs[expert];
-  const int tile = params.tile;
-  const int own_end = first_of(params, begin, end, params.rank + 1);
-  const int before = first_of(params, begin, end, params.rank) - begin;
-  const int first = begin + (before + tile - 1) / tile * tile;
-  const int last = own_end == end ? end : begin + (own_end - begin) / tile * tile;
-  const int own[] = {min(first, end), max(min(first, end), last)};
-  for (int i = 0; i < 2; ++i) {
-    params.own[expert * 2 + i] = own[i];
-    params.others[expert * 4 + 3 * i] = i == 0 ? begin : end;
-    params.others[expert * 4 + 1 + i] = own[i];
   }
 }
 
@@ -250,15 +212,6 @@ cudaError_t pack_rows(const PackParams& params, cudaStream_t stream) {
     const dim3 threads(32, kMostThreads / 32);
     const auto kernel = params.by_blocks ? pack_kernel<true> : pack_kernel<false>;
     kernel<<<blocks_of_rows(params.rows, threads.y), threads, 0, stream>>>(params);
-  }
-  return cudaGetLastError();
-}
-
-cudaError_t find_parts(const PartsParams& params, cudaStream_t stream) {
-  constexpr unsigned kThreads = 32;
-  if (params.experts > 0) {
-    const auto blocks = (static_cast<unsigned>(params.experts) + kThreads - 1) / kThreads;
-    parts_kernel<<<blocks, kThreads, 0, stream>>>(params);
   }
   return cudaGetLastError();
 }
