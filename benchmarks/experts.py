@@ -1,6 +1,8 @@
 """A mixture of experts: ``overlap_torch.moe`` beside PyTorch's ops one after the other, as frameworks call them.
 
-The sequence sends a row for each token and expert, and puts rows in order by indexing. Both find the routes in each call. With
+The sequence sends a row for each token and expert, and puts rows in order by indexing. Both find the routes in each call.
+``--mode graph`` replays ten calls in a CUDA graph, as serving does: ``moe(max_rows=)`` beside a gather of all tokens, the rank's
+experts, and a reduce-scatter, as the sequence's host reads numbers of rows. There ``max_rows`` is for any routing. With
 ``--fp8`` weights are float8_e4m3fn, rows are cast before they travel and again before down, and the sequence multiplies by
 ``torch._scaled_grouped_mm``.
 """
@@ -17,6 +19,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional
 
 import overlap_torch
+from overlap_torch._moe.activation import Gate
 from overlap_torch._moe.scaled import block_quantized
 from overlap_torch._tools.launch import current_device
 
@@ -54,7 +57,19 @@ OPTIONS: dict[str, dict] = {
     "by ranks": {"sum_order": "ranks"},
     "by ranks, max_rows": LIMITED | {"sum_order": "ranks"},
 }
-VARIANTS = ("sequence", *OPTIONS)
+# In graphs, with room for any routing; and the rank's two products alone, whose time is a bound.
+IN_GRAPHS = {
+    "max_rows": {"max_rows": None},
+    "by ranks, max_rows": {"max_rows": None, "sum_order": "ranks"},
+}
+BOUND = "GEMMs"
+
+
+def _names(args: argparse.Namespace) -> list[str]:
+    """The columns: what is compared with, `moe`'s variants, and the bound."""
+    return (
+        ["gathered", *IN_GRAPHS, BOUND] if args.mode == "graph" else ["sequence", *OPTIONS, BOUND]
+    )
 
 
 def _places(order: torch.Tensor) -> torch.Tensor:
@@ -89,12 +104,37 @@ def _experts(rows, weight, offs: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _moved(x: torch.Tensor, fp8: bool, move: Callable[[torch.Tensor], torch.Tensor]):
+    """Tokens where ``move`` brings them, in fp8 with their scales."""
+    if not fp8:
+        return move(x)
+    values, scale = _cast_compiled(x)
+    return move(values.view(torch.uint8)).view(torch.float8_e4m3fn), move(scale)
+
+
+def _results(rows, gate_up, down, offs: torch.Tensor) -> torch.Tensor:
+    """Of each row; rows and weights as they are, or each with its scales."""
+    gate, up = _experts(rows, gate_up, offs).chunk(2, 1)
+    hidden = functional.silu(gate) * up
+    return _experts(
+        hidden if isinstance(rows, torch.Tensor) else _cast_compiled(hidden), down, offs
+    )
+
+
+def _rows_of(tokens, index: torch.Tensor):
+    return (
+        tokens[index] if isinstance(tokens, torch.Tensor) else tuple(each[index] for each in tokens)
+    )
+
+
+def _own_experts(down) -> int:
+    return (down if isinstance(down, torch.Tensor) else down[0]).shape[0]
+
+
 def sequence(x, ids, shares, gate_up, down) -> torch.Tensor:
     """All rows to their experts, grouped GEMMs and SwiGLU, all results home, a weighted sum. ``gate_up`` and ``down``: weights, or
     each with its scales."""
-    fp8 = not isinstance(down, torch.Tensor)
-    own = (down[0] if fp8 else down).shape[0]
-    (tokens, choices), ranks = ids.shape, dist.get_world_size()
+    own, (tokens, choices), ranks = _own_experts(down), ids.shape, dist.get_world_size()
     flat = ids.flatten()
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(own * ranks).scatter_add_(0, flat, torch.ones_like(flat))
@@ -109,26 +149,45 @@ def sequence(x, ids, shares, gate_up, down) -> torch.Tensor:
     numbers = torch.arange(own, device=x.device).repeat(ranks)
     by_expert = numbers.repeat_interleave(met, output_size=sum(came)).argsort(stable=True)
     offs = met.view(ranks, own).sum(0).cumsum(0).to(torch.int32)
-    if fp8:
-        values, scale = _cast_compiled(x)
-        values = arrived(values.view(torch.uint8)).view(torch.float8_e4m3fn)
-        rows = (values[by_expert], arrived(scale)[by_expert])
-    else:
-        rows = arrived(x)[by_expert]
-    gate, up = _experts(rows, gate_up, offs).chunk(2, 1)
-    hidden = functional.silu(gate) * up
-    results = _experts(_cast_compiled(hidden) if fp8 else hidden, down, offs)
+    rows = _rows_of(_moved(x, not isinstance(down, torch.Tensor), arrived), by_expert)
+    results = _results(rows, gate_up, down, offs)
     home = all_to_all_single_autograd(results[_places(by_expert)], sent, came, group)
     parts = home[_places(order)].view(tokens, choices, -1)
     return (parts * shares[:, :, None].to(x.dtype)).sum(1)
+
+
+def gathered(x, ids, shares, gate_up, down) -> torch.Tensor:
+    """All ranks' tokens on each rank, its own experts' results of them, and their sums to the tokens' ranks; no wait of the host."""
+    own, ranks, choices = _own_experts(down), dist.get_world_size(), ids.shape[1]
+
+    def of_all(each: torch.Tensor) -> torch.Tensor:
+        whole = each.new_empty((ranks * each.shape[0], *each.shape[1:]))
+        dist.all_gather_into_tensor(whole, each)
+        return whole
+
+    tokens = _moved(x, not isinstance(down, torch.Tensor), of_all)
+    ids, shares = of_all(ids).flatten() - dist.get_rank() * own, of_all(shares).flatten()
+    ids = torch.where((ids >= 0) & (ids < own), ids, own)  # others' come last
+    order = ids.argsort(stable=True)
+    counts = ids.new_zeros(own + 1).scatter_add_(0, ids, torch.ones_like(ids))
+    offs = counts[:own].cumsum(0).to(torch.int32)
+    results = _results(_rows_of(tokens, order // choices), gate_up, down, offs)
+    parts = results * shares[order, None].to(x.dtype)
+    parts = torch.where(ids[order, None] < own, parts, 0)
+    sums = parts.new_zeros((ranks * x.shape[0], x.shape[1])).index_add_(0, order // choices, parts)
+    y = torch.empty_like(x)
+    dist.reduce_scatter_tensor(y, sums)
+    return y
 
 
 _cast_compiled = torch.compile(_cast, dynamic=True)
 
 
 def _variants(
-    model: Model, tokens: int, device: torch.device, backward: bool, skewed: bool, fp8: str | None
+    model: Model, tokens: int, device: torch.device, backward: bool, args: argparse.Namespace
 ) -> dict[str, Callable]:
+    skewed, fp8, graph = args.routing == "skewed", args.fp8, args.mode == "graph"
+
     def draw(*shape: int) -> torch.Tensor:
         made = torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5
         return made.requires_grad_(backward)
@@ -155,7 +214,9 @@ def _variants(
 
     def with_options(options: dict) -> Callable:
         if "max_rows" in options:
-            rows = int(options["max_rows"] * most_rows) + 64
+            share = options["max_rows"]
+            rows = tokens * dist.get_world_size() * min(model.choices, model.experts)
+            rows = rows if share is None else int(share * most_rows) + 64
             options = options | {"max_tokens": tokens, "max_rows": rows}
 
         def call(x, ids, shares, gate_up, down) -> torch.Tensor:
@@ -174,21 +235,33 @@ def _variants(
 
         return run
 
-    computations = (sequence, *map(with_options, OPTIONS.values()))
-    return {name: variant(one) for name, one in zip(VARIANTS, computations, strict=True)}
+    options = IN_GRAPHS if graph else OPTIONS
+    computations = {"gathered": gathered} if graph else {"sequence": sequence}
+    computations |= {name: with_options(each) for name, each in options.items()}
+    found = {name: variant(one) for name, one in computations.items()}
+    if not backward and not fp8:
+        rows, route = overlap_torch.moe_dispatch(x, ids, num_experts=experts)
+        ops, form = torch.ops.overlap, Gate().form(False)
+
+        def products(_: int) -> torch.Tensor:
+            hidden, *_ = ops._moe_hidden(rows, gate_up, None, None, None, route.offs, *form, False)
+            return ops._moe_linear(hidden, down, route.offs)
+
+        found[BOUND] = products
+    return found
 
 
 def _rows(args: argparse.Namespace) -> Iterator[dict]:
     device = current_device()
     watch = Stopwatch(device)
+    mode = args.mode if device.type == "cuda" else args.mode.replace("graph", "row")
     for name, tokens, backward in model_cases(args):
-        skewed = args.routing == "skewed"
-        variants = _variants(MODELS[name], tokens, device, backward, skewed, args.fp8)
-        first, *others = (run(0).detach().float() for run in variants.values())
+        variants = _variants(MODELS[name], tokens, device, backward, args)
+        first, *others = (run(0).detach().float() for key, run in variants.items() if key != BOUND)
         for mine in others:  # a few roundings of bfloat16
             most = {None: 0.02, "rows": 0.03, "blocks": 0.12}[args.fp8]
             check_close(f"{name}, {tokens} tokens: moe is", mine, first, most)
-        times = watch.compare("call", list(variants.values()), args.repeats)
+        times = watch.compare(mode, list(variants.values()), args.repeats)
         yield {
             "model": name,
             "tokens": tokens,
@@ -197,14 +270,15 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
         }
 
 
-def _cells(row: dict) -> list[str]:
-    times = [Times(**row[name]) for name in VARIANTS]
+def _cells(row: dict, names: list[str]) -> list[str]:
+    times = [Times(**row[name]) if name in row else None for name in names]
+    over = [times[0].median / mine.median for mine in times[1:-1]]
     return [
         row["model"],
         str(row["tokens"]),
         pass_of(row),
-        *(time.spread() for time in times),
-        *(f"{times[0].median / mine.median:.2f}" for mine in times[1:]),
+        *("" if time is None else time.spread() for time in times),
+        *(f"{each:.2f}" for each in over),
     ]
 
 
@@ -224,17 +298,19 @@ def _options(parser: argparse.ArgumentParser) -> None:
         choices=["rows", "blocks"],
         help="weights and rows, forward only; blocks: moe's scales, while the sequence has those of rows",
     )
+    parser.add_argument("--mode", choices=["call", "graph"], default="call")
     parser.add_argument("--repeats", type=int, default=15)
 
 
 def _summary(found: list[dict], args: argparse.Namespace) -> str:
-    head = ["model", "tokens", "pass", "sequence, us (10 to 90 %)"]
-    head += [*(f"{name}, us" for name in OPTIONS), *(f"speed-up: {name}" for name in OPTIONS)]
-    return table(head, [_cells(row) for row in found])
+    names = _names(args)
+    head = ["model", "tokens", "pass", f"{names[0]}, us (10 to 90 %)"]
+    head += [f"{name}, us" for name in names[1:]] + [f"speed-up: {name}" for name in names[1:-1]]
+    return table(head, [_cells(row, names) for row in found])
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    args.passes = "forward" if args.fp8 else args.passes
+    args.passes = "forward" if args.fp8 or args.mode == "graph" else args.passes
     prepare_models(args, MODELS)
 
 

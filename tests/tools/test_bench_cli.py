@@ -148,8 +148,19 @@ def test_studies_say_what_is_allowed(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("options", "passes"), [([], [False, True]), (["--fp8"], [False])])
-def test_bench_experts_measures_every_variant_where_no_rank_has_peers(options, passes, tmp_path):
+_CALLS, _GRAPHS = {"sequence", "moe", "max_rows", "by ranks"}, {"gathered", "max_rows"}
+
+
+@pytest.mark.parametrize(
+    ("options", "passes", "names"),
+    [
+        ([], [False, True], _CALLS),
+        (["--fp8"], [False], _CALLS),
+        (["--mode", "graph"], [False], _GRAPHS | {"GEMMs"}),
+        (["--mode", "graph", "--fp8"], [False], _GRAPHS),
+    ],
+)
+def test_bench_experts_measures_every_variant(options, passes, names, tmp_path):
     file = tmp_path / "rows.json"
     argv = ["experts", "--models", "tiny", "--tokens", "8", "--repeats", "1", *options]
     bench("study").main([*argv, "--device", "cpu", "--world", "2", "--json", str(file)])
@@ -158,5 +169,5 @@ def test_bench_experts_measures_every_variant_where_no_rank_has_peers(options, p
     assert found == [("tiny", 8, backward) for backward in passes]
     for row in rows:
         medians = {name: time["median"] for name, time in row.items() if isinstance(time, dict)}
-        assert {"sequence", "moe", "max_rows", "by ranks"} <= set(medians)
+        assert names <= set(medians)
         assert min(medians.values()) > 0

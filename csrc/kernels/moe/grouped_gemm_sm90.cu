@@ -22,40 +22,63 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// The loads of a tile, of whose rows the first kRows are loaded.
+template <class T, GroupedForm kForm, bool kTurned, int kRows>
+__device__ __forceinline__ void load_tile(const KernelParams& params, Shared& shared,
+                                          const Place& place, int steps, Turn& turn) {
+  constexpr bool kWeights = kForm == GroupedForm::kWeights;
+  const CUtensorMap& input = kRows == kFewRows ? params.few : params.input;
+  const int rank = cluster_rank();
+  const int row = place.first_row + rank * kHalf;
+  const int column = (place.pair * kCluster + rank) * params.step;
+#pragma unroll(kRows == kTile ? 4 : 1)
+  for (int step = 0; step < steps; ++step) {
+    await(&shared.empty[turn.stage], turn.parity ^ 1);
+    char* const stage = shared.stages[turn.stage];
+    uint64_t* const full = &shared.full[turn.stage];
+    expect_bytes(full, kRows * kLine + 2 * kHalfBytes);
+    const int k = step * kK<T>;
+    if (kRows == kTile || rank == 0) {
+      char* const to = stage + rank * kHalfBytes;
+      if constexpr (kWeights) {
+        load_box_for_both(input, to, full, row, place.begin + k);
+      } else {
+        load_box_for_both(input, to, full, k, row);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const CUtensorMap& map = params.weights[half];
+      char* const to = stage + (2 + half) * kHalfBytes;
+      const int from = column + half * params.second;
+      if constexpr (kWeights) {
+        load_box(map, to, full, from, place.begin + k);
+      } else if constexpr (kTurned) {
+        load_box(map, to, full, from, k, place.expert);
+      } else {
+        load_box(map, to, full, k, static_cast<int>(place.expert * params.gemm.n) + from);
+      }
+    }
+    turn.next();
+  }
+}
+
 template <class T, GroupedForm kForm, bool kTurned>
 __device__ void produce(const KernelParams& params, Shared& shared) {
-  const int rank = cluster_rank();
   Tiles<T, kForm> tiles(params, shared);
   Turn turn;
   for (Place place; tiles.next(place);) {
-    const int row = place.first_row + rank * kHalf;
-    const int column = (place.pair * kCluster + rank) * params.step;
-    const int steps = tiles.steps(place);
-    for (int step = 0; step < steps; ++step) {
-      await(&shared.empty[turn.stage], turn.parity ^ 1);
-      char* const stage = shared.stages[turn.stage];
-      uint64_t* const full = &shared.full[turn.stage];
-      expect_bytes(full, kStageBytes);
-      const int k = step * kK<T>;
-      if constexpr (kForm == GroupedForm::kWeights) {
-        load_box_for_both(params.input, stage + rank * kHalfBytes, full, row, place.begin + k);
-      } else {
-        load_box_for_both(params.input, stage + rank * kHalfBytes, full, k, row);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const CUtensorMap& map = params.weights[half];
-        char* const to = stage + (2 + half) * kHalfBytes;
-        const int from = column + half * params.second;
-        if constexpr (kForm == GroupedForm::kWeights) {
-          load_box(map, to, full, from, place.begin + k);
-        } else if constexpr (kTurned) {
-          load_box(map, to, full, from, k, place.expert);
-        } else {
-          load_box(map, to, full, k, static_cast<int>(place.expert * params.gemm.n) + from);
-        }
-      }
-      turn.next();
+    const auto load = [&]<int kRows>() {
+      load_tile<T, kForm, kTurned, kRows>(params, shared, place, tiles.steps(place), turn);
+    };
+    // An expert of few rows has one tile of them, and its weights take all the time: no other rows are loaded then.
+    const int rows = kForm == GroupedForm::kWeights ? kTile : place.end - place.begin;
+    if (rows > kHalf) {
+      load.template operator()<kTile>();
+    } else if (rows > kFewRows) {
+      load.template operator()<kHalf>();
+    } else {
+      load.template operator()<kFewRows>();
     }
   }
 }
@@ -398,7 +421,7 @@ Kernel kernel_of(Element element, GroupedForm form, bool turned) {
   return nullptr;
 }
 
-// The maps of boxes of kHalf rows of kLine bytes.
+// The maps of boxes of rows of kLine bytes.
 class Maps {
  public:
   explicit Maps(const GroupedGemmParams& gemm)
@@ -409,12 +432,12 @@ class Maps {
 
   // The map of one matrix or, with a number of them, of that many. `after`: bytes between rows.
   bool make(CUtensorMap& map, const void* first, int64_t columns, int64_t rows,
-            int64_t matrices = 0, int64_t after = 0) const {
+            int64_t matrices = 0, int64_t after = 0, cuuint32_t box_rows = kHalf) const {
     const auto unsigned_of = [](int64_t number) { return static_cast<cuuint64_t>(number); };
     const cuuint64_t sizes[] = {unsigned_of(columns), unsigned_of(rows), unsigned_of(matrices)};
     const cuuint64_t row = unsigned_of(columns * bytes_ + after);
     const cuuint64_t strides[] = {row, row * unsigned_of(rows)};
-    const cuuint32_t box[] = {static_cast<cuuint32_t>(kLine / bytes_), kHalf, 1};
+    const cuuint32_t box[] = {static_cast<cuuint32_t>(kLine / bytes_), box_rows, 1};
     const cuuint32_t steps[] = {1, 1, 1};
     return call_cuTensorMapEncodeTiled(&map, type_, matrices == 0 ? 2u : 3u,
                                        const_cast<void*>(first), sizes, strides, box, steps,
@@ -439,7 +462,9 @@ bool make_maps(KernelParams& params) {
     return gemm.turned ? maps.make(map, weight, gemm.n, gemm.k, gemm.gate.experts)
                        : maps.make(map, weight, gemm.k, gemm.n * gemm.gate.experts);
   };
-  return maps.make(params.input, gemm.input, weights ? gemm.n : gemm.k, gemm.rows, 0, after) &&
+  const int64_t width = weights ? gemm.n : gemm.k;
+  return maps.make(params.input, gemm.input, width, gemm.rows, 0, after) &&
+         maps.make(params.few, gemm.input, width, gemm.rows, 0, after, kFewRows) &&
          make_weight(params.weights[0], gemm.weight) && make_weight(params.weights[1], up);
 }
 

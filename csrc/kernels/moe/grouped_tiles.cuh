@@ -15,6 +15,7 @@ namespace overlap::kernels {
 constexpr int kLine = 128;  // bytes of k of a stage, which the swizzle repeats
 constexpr int kHalfBytes = kHalf * kLine;
 constexpr int kStageBytes = 4 * kHalfBytes;  // two halves of rows, two of columns
+constexpr int kFewRows = 16;                 // of a box that replaces one of kHalf rows
 constexpr int kStages = 5;
 constexpr int kCluster = 2;
 constexpr int kGroup = 128;  // threads
@@ -38,6 +39,7 @@ constexpr int kK = kLine / static_cast<int>(sizeof(T));
 
 struct KernelParams {
   CUtensorMap input;
+  CUtensorMap few;         // the same rows, kFewRows at a time
   CUtensorMap weights[2];  // of each half of a tile's columns
   GroupedGemmParams gemm;
   int32_t step;          // columns of weights from tile to tile

@@ -26,7 +26,7 @@ Shape shape_of(const RoutesParams& params) {
   Shape shape{};
   shape.columns = all_experts(params.experts) + params.experts.ranks;
   const int32_t token = params.choices + params.experts.ranks;  // integers of a token
-  const int32_t room = kSharedIntegers - shape.columns;
+  const int32_t room = kSharedIntegers - 2 * shape.columns;
   shape.block_tokens = std::clamp(room / std::max(1, token), 0, kMostTokens);
   shape.blocks =
       shape.block_tokens == 0
@@ -59,13 +59,23 @@ __device__ bool visits(const int32_t* chosen, int choices, int first, int end) {
   return found;
 }
 
-// counts[block][column]: the block's routes to each expert and tokens to each rank.
-__global__ void __launch_bounds__(kThreads)
-    count_kernel(const __grid_constant__ RoutesParams params, Shape shape) {
-  extern __shared__ int32_t experts[];
-  const int tokens = load_experts(params, shape.block_tokens, experts);
+// visited[rank][block_tokens]: 1 for a token that goes to the rank, else 0.
+__device__ void find_visited(const RoutesParams& params, const Shape& shape, int tokens,
+                             const int32_t* experts, int32_t* visited) {
+  for (int i = threadIdx.x; i < params.experts.ranks * tokens; i += kThreads) {
+    const int rank = i / tokens;
+    const int token = i % tokens;
+    const int32_t* first = params.experts.first + rank;
+    visited[rank * shape.block_tokens + token] =
+        visits(experts + token * params.choices, params.choices, first[0], first[1]);
+  }
+  __syncthreads();
+}
+
+// counts[column]: the block's routes to each expert and tokens to each rank.
+__device__ void count_columns(const RoutesParams& params, const Shape& shape, int tokens,
+                              const int32_t* experts, const int32_t* visited, int32_t* counts) {
   const int all = all_experts(params.experts);
-  int32_t* counts = params.scratch + int64_t{blockIdx.x} * shape.columns;
   for (int column = threadIdx.x; column < shape.columns; column += kThreads) {
     int found = 0;
     if (column < all) {
@@ -73,13 +83,23 @@ __global__ void __launch_bounds__(kThreads)
         found += experts[i] == column;
       }
     } else {
-      const int32_t* first = params.experts.first + (column - all);
       for (int t = 0; t < tokens; ++t) {
-        found += visits(experts + t * params.choices, params.choices, first[0], first[1]);
+        found += visited[(column - all) * shape.block_tokens + t];
       }
     }
     counts[column] = found;
   }
+}
+
+// counts[block][column]
+__global__ void __launch_bounds__(kThreads)
+    count_kernel(const __grid_constant__ RoutesParams params, Shape shape) {
+  extern __shared__ int32_t experts[];
+  int32_t* visited = experts + shape.block_tokens * params.choices;
+  const int tokens = load_experts(params, shape.block_tokens, experts);
+  find_visited(params, shape, tokens, experts, visited);
+  count_columns(params, shape, tokens, experts, visited,
+                params.scratch + int64_t{blockIdx.x} * shape.columns);
 }
 
 __device__ int inclusive_in_warp(int value, int lane) {
@@ -112,7 +132,8 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(int32_t* counts, Shape s
   }
 }
 
-// sums[i] = the sum of values[0..i), by one warp.
+// sums[i] = the sum of values[0..i), or with values[i], by one warp.
+template <bool kInclusive = false>
 __device__ void scan_by_warp(const int32_t* values, int32_t* sums, int count) {
   const int lane = threadIdx.x % 32;
   const int each = (count + 31) / 32;
@@ -125,7 +146,7 @@ __device__ void scan_by_warp(const int32_t* values, int32_t* sums, int count) {
   int sum = inclusive_in_warp(own, lane) - own;
   for (int i = begin; i < end; ++i) {
     const int value = values[i];  // values may be sums
-    sums[i] = sum;
+    sums[i] = kInclusive ? sum + value : sum;
     sum += value;
   }
 }
@@ -138,25 +159,41 @@ __global__ void __launch_bounds__(kThreads)
   int32_t* experts = shared;                                       // [block_tokens][choices]
   int32_t* slots = experts + shape.block_tokens * params.choices;  // [ranks][block_tokens]
   int32_t* starts = slots + shape.block_tokens * ranks;            // [columns]
-  const int32_t* before = params.scratch + int64_t{blockIdx.x} * shape.columns;
+  int32_t* counted = starts + shape.columns;                       // [columns]
   const int32_t* totals = params.scratch + shape.blocks * shape.columns;
+  const bool alone = shape.blocks == 1;  // the only kernel, too
+  const auto before = [&](int column) {
+    return alone ? 0 : params.scratch[int64_t{blockIdx.x} * shape.columns + column];
+  };
+  const int tokens = load_experts(params, shape.block_tokens, experts);
+  find_visited(params, shape, tokens, experts, slots);
+  if (alone) {
+    count_columns(params, shape, tokens, experts, slots, counted);
+    totals = counted;
+    __syncthreads();
+  }
   if (threadIdx.x < 32) {
     scan_by_warp(totals, starts, all);
   } else if (threadIdx.x < 64) {
     scan_by_warp(totals + all, starts + all, ranks);
   }
-  const int tokens = load_experts(params, shape.block_tokens, experts);
+  __syncthreads();
   const int64_t first_token = int64_t{blockIdx.x} * shape.block_tokens;
 
-  for (int rank = threadIdx.x; params.sent != nullptr && rank < ranks; rank += kThreads) {
-    const int32_t* first = params.experts.first + rank;
-    int slot = before[all + rank];
-    for (int t = 0; t < tokens; ++t) {
-      if (visits(experts + t * params.choices, params.choices, first[0], first[1])) {
-        slots[rank * shape.block_tokens + t] = slot;
-        params.sent[starts[all + rank] + slot] = (first_token + t) * ranks + rank;
-        ++slot;
+  // A warp takes a rank: a token's place among those that go there.
+  const int lane = threadIdx.x % 32;
+  for (int rank = threadIdx.x / 32; params.sent != nullptr && rank < ranks; rank += kThreads / 32) {
+    int32_t* own = slots + rank * shape.block_tokens;
+    int slot = before(all + rank);
+    for (int first = 0; first < tokens; first += 32) {
+      const int token = first + lane;
+      const bool goes = token < tokens && own[token] != 0;
+      const unsigned going = __ballot_sync(~0u, goes);
+      if (goes) {
+        own[token] = slot + __popc(going & ((1u << lane) - 1));
+        params.sent[starts[all + rank] + own[token]] = (first_token + token) * ranks + rank;
       }
+      slot += __popc(going);
     }
   }
   __syncthreads();
@@ -167,7 +204,7 @@ __global__ void __launch_bounds__(kThreads)
       ++rank;
     }
     const int32_t* own = slots + rank * shape.block_tokens;
-    int64_t at = starts[expert] + before[expert];
+    int64_t at = starts[expert] + before(expert);
     for (int i = 0; i < tokens * params.choices; ++i) {
       if (experts[i] == expert) {
         params.routes[at] = first_token * params.choices + i;
@@ -201,19 +238,20 @@ __global__ void __launch_bounds__(kThreads)
     count_arrivals_kernel(const __grid_constant__ ArrivalsParams params) {
   const int last = params.message_width - 1;
   const int ranks = params.ranks;
-  for (int rank = threadIdx.x; rank < ranks; rank += kThreads) {
-    const int64_t* message = params.message + int64_t{rank} * params.message_width;
-    const int64_t* met = params.met + int64_t{rank} * params.message_width;
-    int64_t out = 0;
-    int64_t in = 0;
-    for (int x = 0; x < last; ++x) {
-      out += message[x];
-      in += x < params.experts ? met[x] : 0;
+  const int lane = threadIdx.x % 32;
+  for (int item = threadIdx.x / 32; item < 2 * ranks; item += kThreads / 32) {
+    const bool in = item >= ranks;  // or sent
+    const int64_t* message =
+        (in ? params.met : params.message) + int64_t{item % ranks} * params.message_width;
+    int sum = 0;
+    for (int x = lane; x < (in ? params.experts : last); x += 32) {
+      sum += static_cast<int>(message[x]);
     }
-    params.known[rank] = out;
-    params.known[ranks + rank] = in;
-    params.known[2 * ranks + rank] = message[last];
-    params.known[3 * ranks + rank] = met[last];
+    sum = __reduce_add_sync(~0u, sum);
+    if (lane == 0) {
+      params.known[item] = sum;
+      params.known[2 * ranks + item] = message[last];
+    }
   }
   for (int x = threadIdx.x; x < params.experts; x += kThreads) {
     int64_t count = 0;
@@ -224,12 +262,12 @@ __global__ void __launch_bounds__(kThreads)
     params.offs[x] = static_cast<int32_t>((count + params.align - 1) / params.align * params.align);
   }
   __syncthreads();
+  if (threadIdx.x < 32) {
+    scan_by_warp<true>(params.offs, params.offs, params.experts);
+    __syncwarp();
+  }
   if (threadIdx.x == 0) {
-    int32_t end = 0;
-    for (int x = 0; x < params.experts; ++x) {
-      end += params.offs[x];
-      params.offs[x] = end;
-    }
+    const int32_t end = params.experts == 0 ? 0 : params.offs[params.experts - 1];
     params.known[4 * ranks] = end;
     if (params.longest != nullptr) {
       int64_t longest = 0;
@@ -320,11 +358,14 @@ cudaError_t find_routes(const RoutesParams& params, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   const auto grid = static_cast<unsigned>(shape.blocks);
-  const size_t chosen = shape.block_tokens * params.choices * sizeof(int32_t);
-  count_kernel<<<grid, kThreads, chosen, stream>>>(params, shape);
-  scan_kernel<<<(shape.columns * 32 + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
-      params.scratch, shape);
-  const size_t more = (shape.block_tokens * params.experts.ranks + shape.columns) * sizeof(int32_t);
+  const size_t chosen =
+      shape.block_tokens * (params.choices + params.experts.ranks) * sizeof(int32_t);
+  if (shape.blocks > 1) {
+    count_kernel<<<grid, kThreads, chosen, stream>>>(params, shape);
+    scan_kernel<<<(shape.columns * 32 + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
+        params.scratch, shape);
+  }
+  const size_t more = 2 * shape.columns * sizeof(int32_t);
   place_kernel<<<grid, kThreads, chosen + more, stream>>>(params, shape);
   return cudaGetLastError();
 }

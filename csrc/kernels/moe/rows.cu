@@ -10,6 +10,7 @@ namespace {
 // Loads of a thread that are under way together: of a row, or of a token's choices.
 constexpr int kRowBatch = 8;
 constexpr int kBatch = 4;
+constexpr int64_t kSumBlocks = 1024;  // of a sum, if tokens are fewer
 
 template <class T, int kVector>
 __global__ void __launch_bounds__(kMostThreads)
@@ -150,8 +151,8 @@ __global__ void __launch_bounds__(kMostThreads)
         static_cast<T*>(params.outputs[rank]) +
         (token - rank * params.stride) * (rank == params.rank ? params.width : params.output_step);
   }
-  for (int64_t column = threadIdx.x * kVector; column < params.width;
-       column += int64_t{blockDim.x} * kVector) {
+  for (int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kVector;
+       column < params.width; column += int64_t{gridDim.y} * blockDim.x * kVector) {
     A total[kVector] = {};
     for (int first = 0; first < params.choices; first += kBatch) {
       Access<T, kVector> parts[kBatch] = {};
@@ -243,8 +244,12 @@ cudaError_t sum_choices(const SumParams& params, cudaStream_t stream) {
         params.home != nullptr
             ? (vector == 1 ? sum_kernel<T, 1, true> : sum_kernel<T, kVector, true>)
             : (vector == 1 ? sum_kernel<T, 1, false> : sum_kernel<T, kVector, false>);
-    kernel<<<static_cast<unsigned>(params.tokens), threads_of(params.width, vector), 0, stream>>>(
-        params);
+    // Few tokens: several blocks share the columns of each.
+    const unsigned threads = threads_of(params.width, vector);
+    const int64_t turns = (params.width + threads * vector - 1) / (threads * vector);
+    const int64_t parts = std::clamp<int64_t>(kSumBlocks / params.tokens, 1, turns);
+    const dim3 blocks(static_cast<unsigned>(params.tokens), static_cast<unsigned>(parts));
+    kernel<<<blocks, threads, 0, stream>>>(params);
   });
 }
 
