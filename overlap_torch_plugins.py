@@ -20,7 +20,7 @@ def vllm() -> None:
 
 def sglang() -> None:
     """The plug-in of the group ``sglang.srt.plugins``: with ``OVERLAP_SGLANG=1`` its row-parallel
-    layers overlap, see docs/integrations.md.
+    layers and experts overlap, see docs/integrations.md.
     """
     if _asked_for("OVERLAP_SGLANG"):
         from overlap_torch.integrations import sglang

@@ -74,13 +74,13 @@ ENVIRONMENT = (
         "OVERLAP_SGLANG",
         "0, 1",
         "0",
-        "1: SGLang's row-parallel layers run gemm_allreduce or gemm_reducescatter",
+        "1: SGLang's row-parallel layers run gemm_allreduce or gemm_reducescatter, its experts moe",
     ),
     Variable(
         "OVERLAP_MOE_ROWS",
         "rows",
         "all that may come",
-        "in vLLM: room for rows of a rank's experts in a graph; more rows are an error",
+        "in vLLM and SGLang: room for rows of a rank's experts in a graph; more rows are an error",
     ),
     Variable(
         "OVERLAP_TUNE",

@@ -35,7 +35,7 @@ from layers import integers, my_features, my_part
 from modes import Observer
 from operands import difference
 from overlap_torch._tools import doctor
-from overlap_torch.integrations import _vllm_experts, sglang, vllm
+from overlap_torch.integrations import _sglang_experts, _vllm_experts, sglang, vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = os.environ.get("OVERLAP_TEST_SOURCES", "")
@@ -348,6 +348,23 @@ def test_vllms_layers_compile_to_one_graph(failures: Failures, invariant: bool) 
 SGLANGS = "srt srt.layers srt.plugins srt.layers.quantization"
 
 
+class SglangExperts(nn.Module):
+    """Stands in for SGLang's UnquantizedFusedMoEMethod."""
+
+
+def sglang_modules(context: object = None, attention: object = None) -> list[ModuleType]:
+    """The modules of SGLang's experts that the plug-in imports, with the members of these objects."""
+    return [
+        module(
+            "sglang.srt.layers.quantization.unquant",
+            UnquantizedLinearMethod=Unquantized,
+            UnquantizedFusedMoEMethod=SglangExperts,
+        ),
+        module("sglang.srt.runtime_context", **(vars(context) if context else {})),
+        module("sglang.srt.layers.dp_attention", **(vars(attention) if attention else {})),
+    ]
+
+
 class Context(SimpleNamespace):
     """The context that SGLang's forward asks for in each call."""
 
@@ -497,7 +514,7 @@ def test_sglangs_row_parallel_layers_run_the_ops(failures: Failures) -> None:
             HookType=SimpleNamespace(AROUND="around"),
         ),
         module("sglang.srt.layers.linear", **sglang_names(context)),
-        module("sglang.srt.layers.quantization.unquant", UnquantizedLinearMethod=Unquantized),
+        *sglang_modules(),
     )
     with framework, mock.patch.object(sglang, "_enabled", False):
         overlap_torch_plugins.sglang()
@@ -506,7 +523,8 @@ def test_sglangs_row_parallel_layers_run_the_ops(failures: Failures) -> None:
             overlap_torch_plugins.sglang()
             overlap_torch_plugins.sglang()
     hooks = {target: hook for target, hook, kind in Hooks.registered if kind == "around"}
-    failures.equal(list(hooks), [sglang.TARGET, sglang.NORM_TARGET], "registered")
+    targets = [sglang.TARGET, sglang.NORM_TARGET, *_sglang_experts.TARGETS]
+    failures.equal(list(hooks), targets, "registered")
     hook = hooks[sglang.TARGET]
 
     def forward(*args, **keywords):
@@ -708,7 +726,7 @@ def check_sglangs_own(failures: Failures, source: str, hooks: str) -> None:
         registry,
         module_of,
         fusion,
-        module("sglang.srt.layers.quantization.unquant", UnquantizedLinearMethod=Unquantized),
+        *sglang_modules(),
     )
 
     def layer_of(*sizes, attention=False, **given):

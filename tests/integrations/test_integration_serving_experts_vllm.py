@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from checks import Failures, message_of
 from mixtures import ACTIVATIONS, CHOICES, EXPERTS, INNER, H, Mixture, limits_of_calls, near, warned
-from overlap_torch.integrations import _serving, vllm
+from overlap_torch.integrations import _serving, sglang, vllm
 
 # --- classes that stand in for vLLM's----------
 
@@ -212,15 +212,18 @@ def test_rows_have_room_for_any_routing(tokens, choices, value, right, monkeypat
     )
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
 @pytest.mark.parametrize("value", ["0", "-3", "many", ""])
-def test_rows_are_a_number(value, monkeypatch):
+def test_rows_are_a_number(name, value, monkeypatch):
     monkeypatch.setenv("OVERLAP_MOE_ROWS", value)
+    integration = {"vllm": vllm, "sglang": sglang}[name]
+    version = {"vllm": "0.33.0", "sglang": "0.5.23"}[name]
     with (
-        installed("0.33.0"),
-        mock.patch.object(vllm, "_enabled", None),
+        installed(version),
+        mock.patch.object(integration, "_enabled", None),
         pytest.raises(ValueError, match=f"OVERLAP_MOE_ROWS must be.*but it is {value!r}"),
     ):
-        vllm.enable()
+        integration.enable()
 
 
 @pytest.mark.parametrize("peers", [True, False])
