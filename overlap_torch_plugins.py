@@ -10,7 +10,7 @@ import os
 
 def vllm() -> None:
     """The plug-in of the group ``vllm.general_plugins``: with ``OVERLAP_VLLM=1`` its row-parallel
-    layers overlap, see docs/integrations.md.
+    layers and experts overlap, see docs/integrations.md.
     """
     if _asked_for("OVERLAP_VLLM"):
         from overlap_torch.integrations import vllm
@@ -20,7 +20,7 @@ def vllm() -> None:
 
 def sglang() -> None:
     """The plug-in of the group ``sglang.srt.plugins``: with ``OVERLAP_SGLANG=1`` its row-parallel
-    layers overlap, see docs/integrations.md.
+    layers and experts overlap, see docs/integrations.md.
     """
     if _asked_for("OVERLAP_SGLANG"):
         from overlap_torch.integrations import sglang

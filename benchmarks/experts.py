@@ -113,7 +113,7 @@ def _moved(x: torch.Tensor, fp8: bool, move: Callable[[torch.Tensor], torch.Tens
 
 
 def _results(rows, gate_up, down, offs: torch.Tensor) -> torch.Tensor:
-    """Of each row; rows and weights as they are, or each with its scales."""
+    """Each row's result; rows and weights as they are, or each with its scales."""
     gate, up = _experts(rows, gate_up, offs).chunk(2, 1)
     hidden = functional.silu(gate) * up
     return _experts(

@@ -64,12 +64,23 @@ ENVIRONMENT = (
         "none",
         "batch: bits of a sum's row depend on no other row; the ops' invariance= decides for a call",
     ),
-    Variable("OVERLAP_VLLM", "0, 1", "0", "1: vLLM's row-parallel layers run gemm_allreduce"),
+    Variable(
+        "OVERLAP_VLLM",
+        "0, 1",
+        "0",
+        "1: vLLM's row-parallel layers run gemm_allreduce, its experts moe",
+    ),
     Variable(
         "OVERLAP_SGLANG",
         "0, 1",
         "0",
-        "1: SGLang's row-parallel layers run gemm_allreduce or gemm_reducescatter",
+        "1: SGLang's row-parallel layers run gemm_allreduce or gemm_reducescatter, its experts moe",
+    ),
+    Variable(
+        "OVERLAP_MOE_ROWS",
+        "rows",
+        "all that may come",
+        "in vLLM and SGLang: room for rows of a rank's experts in a graph; more rows are an error",
     ),
     Variable(
         "OVERLAP_TUNE",

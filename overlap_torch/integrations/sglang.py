@@ -1,5 +1,5 @@
 """SGLang's row-parallel layers, attention's output and the MLP's down projection, by ``gemm_allreduce`` and ``gemm_reducescatter``;
-the sums that its layers leave to the next norm by ``allreduce_rmsnorm``.
+the sums that its layers leave to the next norm by ``allreduce_rmsnorm``; its experts by ``moe``.
 
 A plug-in of SGLang: with ``OVERLAP_SGLANG=1`` every process of SGLang calls :func:`enable` before it makes a model.
 """
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from overlap_torch import allreduce_rmsnorm, gemm_allreduce, gemm_reducescatter
 from overlap_torch._layers.rmsnorm import MOST_ROWS, kernels_finish
-from overlap_torch.integrations import _serving
+from overlap_torch.integrations import _serving, _sglang_experts
 from overlap_torch.integrations._release import require
 
 __all__ = ["TARGET", "enable"]
@@ -28,7 +28,8 @@ _enabled = False
 
 
 def enable() -> None:
-    """Registers hooks around the forward of SGLang's ``RowParallelLinear``, and around its all-reduce with residual and norm.
+    """Registers hooks around the forward of SGLang's ``RowParallelLinear`` and of its experts, and around its all-reduce with
+    residual and norm.
 
     SGLang applies them after it has loaded its plug-ins; a second call does nothing. The norm's hook calls
     ``allreduce_rmsnorm`` with ``fused=True`` for at most 512 contiguous rows of bfloat16 or float16 that the kernels take,
@@ -46,19 +47,32 @@ def enable() -> None:
     In deterministic inference both ops are called with ``invariance="batch"``, whatever the number of rows. SGLang 0.5.23
     does not call its all-reduce with residual and norm there, so the norm's hook, which takes few rows only, finds no call.
 
+    The experts' hook runs ``moe`` where ranks have different tokens: unquantized experts with data parallel attention and
+    ``--moe-a2a-backend`` deepep or flashinfer. SGLang's own code runs for everything else, and a warning gives the reason
+    once. Batches without a prefill on any rank have limits, so that the host waits for nothing and a CUDA graph can hold them.
+
     Raises:
         ImportError: SGLang is not installed, or of a release other than 0.5.23.
+        ValueError: ``OVERLAP_MOE_ROWS`` is no number of rows.
     """
     global _enabled
     if _enabled:
         return
     require("sglang", RELEASES, "sglang")
+    _serving.most_rows()
     registry = importlib.import_module("sglang.srt.plugins.hook_registry")
     linear = importlib.import_module("sglang.srt.layers.linear")
     unquant = importlib.import_module("sglang.srt.layers.quantization.unquant")
     hook = forward_hook(linear, unquant.UnquantizedLinearMethod)
     registry.HookRegistry.register(TARGET, hook, registry.HookType.AROUND)
     registry.HookRegistry.register(NORM_TARGET, _norm, registry.HookType.AROUND)
+    experts = _sglang_experts.experts_hook(
+        importlib.import_module("sglang.srt.runtime_context"),
+        importlib.import_module("sglang.srt.layers.dp_attention"),
+        unquant.UnquantizedFusedMoEMethod,
+    )
+    for target in _sglang_experts.TARGETS:
+        registry.HookRegistry.register(target, experts, registry.HookType.AROUND)
     _enabled = True
 
 

@@ -1,10 +1,11 @@
-"""vLLM's row-parallel layers, attention's output and the MLP's down projection, by ``gemm_allreduce``, and the norms after them.
+"""vLLM's row-parallel layers by ``gemm_allreduce``, the norms after them in the same op, and its experts by ``moe``.
 
 A plug-in of vLLM: with ``OVERLAP_VLLM=1`` every process of vLLM calls :func:`enable` before it makes a model.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from overlap_torch import gemm_allreduce
-from overlap_torch.integrations import _serving, _vllm_norms
+from overlap_torch.integrations import _serving, _vllm_experts, _vllm_norms
 from overlap_torch.integrations._release import require
 
 __all__ = ["enable"]
@@ -23,42 +24,65 @@ _enabled: type | None = None
 
 
 def enable() -> type:
-    """Registers a class that vLLM makes instead of its ``RowParallelLinear`` from now on; a second call does nothing.
+    """Registers classes that vLLM makes instead of its own from now on; a second call does nothing.
 
-    Its layers have vLLM's parameters, loaders and ``quant_method``. Forward is ``gemm_allreduce`` if vLLM's would be an
-    unquantized GEMM and an all-reduce of all ranks of the tensor-parallel group. Everything else runs vLLM's forward:
-    quantized layers, ``reduce_results=False``, ``disable_tp``, a group of one, and weights packed for a CPU's kernel. With
+    **``RowParallelLinear``.** Its layers have vLLM's parameters, loaders and ``quant_method``. Forward is ``gemm_allreduce`` if
+    vLLM's would be an unquantized GEMM and an all-reduce of all ranks of the tensor-parallel group. Everything else runs vLLM's
+    forward: quantized layers, ``reduce_results=False``, ``disable_tp``, a group of one, and weights packed for a CPU's kernel. With
     ``VLLM_BATCH_INVARIANT=1`` the op is called with ``invariance="batch"``, whatever the number of rows. vLLM's key of
-    compiled graphs has that variable already, and ``OVERLAP_VLLM`` becomes part of it.
+    compiled graphs has that variable already, and ``OVERLAP_VLLM`` and ``OVERLAP_MOE_ROWS`` become parts of it.
 
-    In graphs that vLLM compiles, an all-reduce (of these layers or vLLM's own), the addition to the residual and the RMSNorm become
+    **``UnquantizedFusedMoEMethod``.** Experts run by ``moe`` if ranks have different tokens: expert parallelism with data
+    parallel attention. vLLM's own code runs for everything else, and a warning gives the reason once. Calls of so few tokens
+    that a CUDA graph may hold them have limits, so that the host waits for nothing; others have none.
+
+    **Norms.** In graphs that vLLM compiles, an all-reduce (of these layers or vLLM's own), the addition to the residual and the RMSNorm become
     one op, ``gemm_allreduce_rmsnorm`` or ``allreduce_rmsnorm``, in place of vLLM's own fusion of them.
 
     Returns:
-        The class.
+        The class of row-parallel layers.
 
     Raises:
         ImportError: vLLM is not installed, or of a release other than 0.33.
-        RuntimeError: another plug-in has registered a ``RowParallelLinear``.
+        RuntimeError: another plug-in has registered one of these classes.
+        ValueError: ``OVERLAP_MOE_ROWS`` is no number of rows.
     """
     global _enabled
     if _enabled is None:
         require("vllm", RELEASES, "vllm")
+        _serving.most_rows()
         linear = importlib.import_module("vllm.model_executor.layers.linear")
+        experts = importlib.import_module(_vllm_experts.MODULE)
         registry = importlib.import_module("vllm.model_executor.custom_op").op_registry_oot
         distributed = importlib.import_module("vllm.distributed")
+        config = importlib.import_module("vllm.config")
+        forward = importlib.import_module("vllm.forward_context")
         envs = importlib.import_module("vllm.envs")
-        base = linear.RowParallelLinear
-        if base.__name__ in registry:
-            raise RuntimeError(
-                f"OVERLAP_VLLM=1: another plug-in has put {registry[base.__name__]} in the place of vLLM's {base.__name__}; "
-                "choose one of them by VLLM_PLUGINS"
-            )
+        base, method = linear.RowParallelLinear, experts.UnquantizedFusedMoEMethod
+        for name in (base.__name__, method.__name__):
+            if name in registry:
+                raise RuntimeError(
+                    f"OVERLAP_VLLM=1: another plug-in has put {registry[name]} in the place of vLLM's {name}; choose one of them by "
+                    "VLLM_PLUGINS"
+                )
+
+        def batch_invariant() -> bool:
+            return bool(envs.VLLM_BATCH_INVARIANT)
+
         ours = layer_class(
             base,
             linear.UnquantizedLinearMethod,
             tp_group=distributed.get_tp_group,
-            batch_invariant=lambda: bool(envs.VLLM_BATCH_INVARIANT),
+            batch_invariant=batch_invariant,
+        )
+        method.register_oot(
+            _vllm_experts.method_class(
+                method,
+                ep_group=distributed.get_ep_group,
+                config=config.get_current_vllm_config,
+                context=forward.get_forward_context,
+                batch_invariant=batch_invariant,
+            )
         )
         _enabled = base.register_oot(ours)
         groups = importlib.import_module("vllm.distributed.parallel_state")
@@ -68,7 +92,8 @@ def enable() -> type:
             importlib.import_module(f"{passes}inductor_pass").InductorPass,
             lambda name: groups._groups[name]().device_group.group_name,
         )
-        envs.environment_variables["OVERLAP_VLLM"] = lambda: os.environ.get("OVERLAP_VLLM", "0")
+        for name, default in (("OVERLAP_VLLM", "0"), (_serving.ROWS, "")):
+            envs.environment_variables[name] = functools.partial(os.environ.get, name, default)
     return _enabled
 
 

@@ -35,7 +35,7 @@ from layers import integers, my_features, my_part
 from modes import Observer
 from operands import difference
 from overlap_torch._tools import doctor
-from overlap_torch.integrations import sglang, vllm
+from overlap_torch.integrations import _sglang_experts, _vllm_experts, sglang, vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = os.environ.get("OVERLAP_TEST_SOURCES", "")
@@ -152,8 +152,8 @@ class StandIn(nn.Module):
 # --- vLLM -----------------------------------------------------------------------------------------------------
 
 
-class VllmLinear(StandIn):
-    """Stands in for vLLM's RowParallelLinear: what is registered under its name is made in its place."""
+class Pluggable(nn.Module):
+    """As vLLM's PluggableLayer and CustomOp: what is registered under a class's name is made in its place."""
 
     registry: dict[str, type] = {}
 
@@ -165,6 +165,22 @@ class VllmLinear(StandIn):
         assert cls.__name__ not in cls.registry
         cls.registry[cls.__name__] = layer
         return layer
+
+
+class VllmExperts(Pluggable):
+    """Stands in for vLLM's UnquantizedFusedMoEMethod."""
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__()
+        self.moe = moe
+        self.unquantized_backend = SimpleNamespace(name=moe.backend)
+
+    def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
+        return "vLLM's own"
+
+
+class VllmLinear(Pluggable, StandIn):
+    """Stands in for vLLM's RowParallelLinear."""
 
     def __init__(self, *sizes: int, return_bias=True, disable_tp=False, **given: Any) -> None:
         group = Group()
@@ -202,20 +218,37 @@ def installed(version: str, *modules: ModuleType) -> Iterator[None]:
             del sys.modules[made.__name__]
 
 
-def vllm_modules(base: type, registry: dict[str, type], unquantized: type) -> list[ModuleType]:
+def vllm_modules(
+    base: type,
+    registry: dict[str, type],
+    unquantized: type,
+    experts: type = VllmExperts,
+    **names: Any,
+) -> list[ModuleType]:
+    """The modules that the plug-in imports; ``names`` are functions of its experts that tests call."""
+    config = SimpleNamespace(use_ubatching=False, enable_elastic_ep=False)
     return [
-        *packages("vllm", "model_executor model_executor.layers"),
+        *packages("vllm", "model_executor model_executor.layers model_executor.layers.fused_moe"),
         module(
             "vllm.model_executor.layers.linear",
             RowParallelLinear=base,
             UnquantizedLinearMethod=unquantized,
         ),
         module("vllm.model_executor.custom_op", op_registry_oot=registry),
-        module("vllm.distributed", get_tp_group=Group),
+        module("vllm.distributed", get_tp_group=Group, get_ep_group=names.get("group", Group)),
+        module(
+            "vllm.config",
+            get_current_vllm_config=lambda: SimpleNamespace(parallel_config=config),
+        ),
+        module("vllm.forward_context", get_forward_context=names.get("context")),
+        module(_vllm_experts.MODULE, UnquantizedFusedMoEMethod=experts),
         module("vllm.distributed.parallel_state", _groups={"tp:0": Group}),
         module("vllm.envs", VLLM_BATCH_INVARIANT=False, environment_variables={}),
         *packages("vllm.compilation", "passes"),
-        module("vllm.compilation.passes.pass_manager", PostGradPassManager=PassManager),
+        module(
+            "vllm.compilation.passes.pass_manager",
+            PostGradPassManager=type("Manager", (PassManager,), {}),
+        ),
         module("vllm.compilation.passes.inductor_pass", InductorPass=object),
     ]
 
@@ -283,8 +316,10 @@ def test_vllms_row_parallel_layers_run_the_op(failures: Failures) -> None:
         with mock.patch.dict(os.environ, {"OVERLAP_VLLM": "1"}):
             overlap_torch_plugins.vllm()
             overlap_torch_plugins.vllm()
-            keyed = sys.modules["vllm.envs"].environment_variables["OVERLAP_VLLM"]()
-        failures.equal(keyed, "1", "the key of compiled graphs")
+            keyed = sys.modules["vllm.envs"].environment_variables
+            keyed = {name: value() for name, value in keyed.items()}
+        right = {"OVERLAP_VLLM": "1", "OVERLAP_MOE_ROWS": ""}
+        failures.equal(keyed, right, "the key of compiled graphs")
         ours = VllmLinear.registry["VllmLinear"]
         failures.equal(type(VllmLinear(K, N)), ours, "class")
         failures.holds(VllmLinear, ours.__mro__, "class")
@@ -328,6 +363,23 @@ def test_vllms_layers_compile_to_one_graph(failures: Failures, invariant: bool) 
 
 
 SGLANGS = "srt srt.layers srt.plugins srt.layers.quantization"
+
+
+class SglangExperts(nn.Module):
+    """Stands in for SGLang's UnquantizedFusedMoEMethod."""
+
+
+def sglang_modules(context: object = None, attention: object = None) -> list[ModuleType]:
+    """The modules of SGLang's experts that the plug-in imports, with the members of these objects."""
+    return [
+        module(
+            "sglang.srt.layers.quantization.unquant",
+            UnquantizedLinearMethod=Unquantized,
+            UnquantizedFusedMoEMethod=SglangExperts,
+        ),
+        module("sglang.srt.runtime_context", **(vars(context) if context else {})),
+        module("sglang.srt.layers.dp_attention", **(vars(attention) if attention else {})),
+    ]
 
 
 class Context(SimpleNamespace):
@@ -479,7 +531,7 @@ def test_sglangs_row_parallel_layers_run_the_ops(failures: Failures) -> None:
             HookType=SimpleNamespace(AROUND="around"),
         ),
         module("sglang.srt.layers.linear", **sglang_names(context)),
-        module("sglang.srt.layers.quantization.unquant", UnquantizedLinearMethod=Unquantized),
+        *sglang_modules(),
     )
     with framework, mock.patch.object(sglang, "_enabled", False):
         overlap_torch_plugins.sglang()
@@ -488,7 +540,8 @@ def test_sglangs_row_parallel_layers_run_the_ops(failures: Failures) -> None:
             overlap_torch_plugins.sglang()
             overlap_torch_plugins.sglang()
     hooks = {target: hook for target, hook, kind in Hooks.registered if kind == "around"}
-    failures.equal(list(hooks), [sglang.TARGET, sglang.NORM_TARGET], "registered")
+    targets = [sglang.TARGET, sglang.NORM_TARGET, *_sglang_experts.TARGETS]
+    failures.equal(list(hooks), targets, "registered")
     hook = hooks[sglang.TARGET]
 
     def forward(*args, **keywords):
@@ -549,10 +602,11 @@ def wheel(name: str) -> zipfile.ZipFile:
 
 
 def source_of(archive: zipfile.ZipFile, path: str, name: str) -> str:
-    """A class or function of a module, without its decorators and the annotations' names."""
-    tree = ast.parse(archive.read(path).decode())
-    kinds = ast.ClassDef | ast.FunctionDef
-    (found,) = [node for node in tree.body if isinstance(node, kinds) and node.name == name]
+    """A class, a function, or a class's method (with a dot), without its decorators and the annotations' names."""
+    body, kinds = ast.parse(archive.read(path).decode()).body, ast.ClassDef | ast.FunctionDef
+    for each in name.split("."):
+        (found,) = [node for node in body if isinstance(node, kinds) and node.name == each]
+        body = found.body
     found.decorator_list = []
     return "from __future__ import annotations\n" + ast.unparse(found)
 
@@ -613,6 +667,7 @@ def check_vllms_own(failures: Failures, sources: list[str]) -> None:
         failures.equal(type(made), ours, "made in its place")
         check_row_parallel(failures, layer_of, "gemm_allreduce", "in its place")
         check_vllms_batch_invariance(failures, layer_of)
+    Pluggable.registry.clear()
 
 
 @pytest.mark.long
@@ -688,7 +743,7 @@ def check_sglangs_own(failures: Failures, source: str, hooks: str) -> None:
         registry,
         module_of,
         fusion,
-        module("sglang.srt.layers.quantization.unquant", UnquantizedLinearMethod=Unquantized),
+        *sglang_modules(),
     )
 
     def layer_of(*sizes, attention=False, **given):

@@ -22,67 +22,6 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// The loads of a tile, of whose rows the first kRows are loaded.
-template <class T, GroupedForm kForm, bool kTurned, int kRows>
-__device__ __forceinline__ void load_tile(const KernelParams& params, Shared& shared,
-                                          const Place& place, int steps, Turn& turn) {
-  constexpr bool kWeights = kForm == GroupedForm::kWeights;
-  const CUtensorMap& input = kRows == kFewRows ? params.few : params.input;
-  const int rank = cluster_rank();
-  const int row = place.first_row + rank * kHalf;
-  const int column = (place.pair * kCluster + rank) * params.step;
-#pragma unroll(kRows == kTile ? 4 : 1)
-  for (int step = 0; step < steps; ++step) {
-    await(&shared.empty[turn.stage], turn.parity ^ 1);
-    char* const stage = shared.stages[turn.stage];
-    uint64_t* const full = &shared.full[turn.stage];
-    expect_bytes(full, kRows * kLine + 2 * kHalfBytes);
-    const int k = step * kK<T>;
-    if (kRows == kTile || rank == 0) {
-      char* const to = stage + rank * kHalfBytes;
-      if constexpr (kWeights) {
-        load_box_for_both(input, to, full, row, place.begin + k);
-      } else {
-        load_box_for_both(input, to, full, k, row);
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const CUtensorMap& map = params.weights[half];
-      char* const to = stage + (2 + half) * kHalfBytes;
-      const int from = column + half * params.second;
-      if constexpr (kWeights) {
-        load_box(map, to, full, from, place.begin + k);
-      } else if constexpr (kTurned) {
-        load_box(map, to, full, from, k, place.expert);
-      } else {
-        load_box(map, to, full, k, static_cast<int>(place.expert * params.gemm.n) + from);
-      }
-    }
-    turn.next();
-  }
-}
-
-template <class T, GroupedForm kForm, bool kTurned>
-__device__ void produce(const KernelParams& params, Shared& shared) {
-  Tiles<T, kForm> tiles(params, shared);
-  Turn turn;
-  for (Place place; tiles.next(place);) {
-    const auto load = [&]<int kRows>() {
-      load_tile<T, kForm, kTurned, kRows>(params, shared, place, tiles.steps(place), turn);
-    };
-    // An expert of few rows has one tile of them, and its weights take all the time: no other rows are loaded then.
-    const int rows = kForm == GroupedForm::kWeights ? kTile : place.end - place.begin;
-    if (rows > kHalf) {
-      load.template operator()<kTile>();
-    } else if (rows > kFewRows) {
-      load.template operator()<kHalf>();
-    } else {
-      load.template operator()<kFewRows>();
-    }
-  }
-}
-
 // A warp's part in the products of its group's tiles.
 template <class T, GroupedForm kForm, bool kTurned>
 class Multiplier {

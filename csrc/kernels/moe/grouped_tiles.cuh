@@ -1,4 +1,4 @@
-// The tiles of a grouped GEMM in their order, and the shared memory that they pass through.
+// The tiles of a grouped GEMM in their order, the shared memory that they pass through, and the warp that loads them.
 #pragma once
 
 #include <cuda.h>
@@ -150,6 +150,67 @@ __device__ void count_tiles(const KernelParams& params, Shared& shared) {
     }
     if (expert < params.gemm.gate.experts) shared.ends[expert] = total + tiles;
     total += __shfl_sync(0xffffffff, tiles, 31);
+  }
+}
+
+// The loads of a tile, of whose rows the first kRows are loaded.
+template <class T, GroupedForm kForm, bool kTurned, int kRows>
+__device__ __forceinline__ void load_tile(const KernelParams& params, Shared& shared,
+                                          const Place& place, int steps, Turn& turn) {
+  constexpr bool kWeights = kForm == GroupedForm::kWeights;
+  const CUtensorMap& input = kRows == kFewRows ? params.few : params.input;
+  const int rank = cluster_rank();
+  const int row = place.first_row + rank * kHalf;
+  const int column = (place.pair * kCluster + rank) * params.step;
+#pragma unroll(kRows == kTile ? 4 : 1)
+  for (int step = 0; step < steps; ++step) {
+    await(&shared.empty[turn.stage], turn.parity ^ 1);
+    char* const stage = shared.stages[turn.stage];
+    uint64_t* const full = &shared.full[turn.stage];
+    expect_bytes(full, kRows * kLine + 2 * kHalfBytes);
+    const int k = step * kK<T>;
+    if (kRows == kTile || rank == 0) {
+      char* const to = stage + rank * kHalfBytes;
+      if constexpr (kWeights) {
+        load_box_for_both(input, to, full, row, place.begin + k);
+      } else {
+        load_box_for_both(input, to, full, k, row);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const CUtensorMap& map = params.weights[half];
+      char* const to = stage + (2 + half) * kHalfBytes;
+      const int from = column + half * params.second;
+      if constexpr (kWeights) {
+        load_box(map, to, full, from, place.begin + k);
+      } else if constexpr (kTurned) {
+        load_box(map, to, full, from, k, place.expert);
+      } else {
+        load_box(map, to, full, k, static_cast<int>(place.expert * params.gemm.n) + from);
+      }
+    }
+    turn.next();
+  }
+}
+
+template <class T, GroupedForm kForm, bool kTurned>
+__device__ void produce(const KernelParams& params, Shared& shared) {
+  Tiles<T, kForm> tiles(params, shared);
+  Turn turn;
+  for (Place place; tiles.next(place);) {
+    const auto load = [&]<int kRows>() {
+      load_tile<T, kForm, kTurned, kRows>(params, shared, place, tiles.steps(place), turn);
+    };
+    // An expert of few rows has one tile of them, and its weights take all the time: no other rows are loaded then.
+    const int rows = kForm == GroupedForm::kWeights ? kTile : place.end - place.begin;
+    if (rows > kHalf) {
+      load.template operator()<kTile>();
+    } else if (rows > kFewRows) {
+      load.template operator()<kHalf>();
+    } else {
+      load.template operator()<kFewRows>();
+    }
   }
 }
 

@@ -151,6 +151,48 @@ __device__ void scan_by_warp(const int32_t* values, int32_t* sums, int count) {
   }
 }
 
+// Each token's place among those that go to a rank, for tokens that do: slots[rank][block_tokens], which said who goes.
+template <class Before>
+__device__ void place_tokens(const RoutesParams& params, const Shape& shape, int tokens,
+                             const int32_t* starts, Before before, int32_t* slots) {
+  const int ranks = params.experts.ranks;
+  const int lane = threadIdx.x % 32;
+  for (int rank = threadIdx.x / 32; rank < ranks; rank += kThreads / 32) {  // a warp for each
+    int32_t* own = slots + rank * shape.block_tokens;
+    int slot = before(rank);
+    for (int first = 0; first < tokens; first += 32) {
+      const int token = first + lane;
+      const bool goes = token < tokens && own[token] != 0;
+      const unsigned going = __ballot_sync(~0u, goes);
+      if (goes) {
+        own[token] = slot + __popc(going & ((1u << lane) - 1));
+        const int64_t number = int64_t{blockIdx.x} * shape.block_tokens + token;
+        params.sent[starts[rank] + own[token]] = number * ranks + rank;
+      }
+      slot += __popc(going);
+    }
+  }
+}
+
+// By one block: the message to each rank, and where its routes begin.
+__device__ void write_message(const RoutesParams& params, const int32_t* starts,
+                              const int32_t* totals) {
+  const int all = all_experts(params.experts);
+  const int ranks = params.experts.ranks;
+  const int width = params.message_width;
+  for (int rank = threadIdx.x; params.begins != nullptr && rank <= ranks; rank += kThreads) {
+    const int first = params.experts.first[rank];
+    params.begins[rank] = first < all ? starts[first] : starts[all - 1] + totals[all - 1];
+  }
+  for (int i = threadIdx.x; i < ranks * width; i += kThreads) {
+    const int rank = i / width;
+    const int expert = i % width;
+    const int first = params.experts.first[rank];
+    const bool own = expert < params.experts.first[rank + 1] - first;
+    params.message[i] = expert == width - 1 ? totals[all + rank] : own ? totals[first + expert] : 0;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     place_kernel(const __grid_constant__ RoutesParams params, Shape shape) {
   extern __shared__ int32_t shared[];
@@ -180,21 +222,9 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const int64_t first_token = int64_t{blockIdx.x} * shape.block_tokens;
 
-  // A warp takes a rank: a token's place among those that go there.
-  const int lane = threadIdx.x % 32;
-  for (int rank = threadIdx.x / 32; params.sent != nullptr && rank < ranks; rank += kThreads / 32) {
-    int32_t* own = slots + rank * shape.block_tokens;
-    int slot = before(all + rank);
-    for (int first = 0; first < tokens; first += 32) {
-      const int token = first + lane;
-      const bool goes = token < tokens && own[token] != 0;
-      const unsigned going = __ballot_sync(~0u, goes);
-      if (goes) {
-        own[token] = slot + __popc(going & ((1u << lane) - 1));
-        params.sent[starts[all + rank] + own[token]] = (first_token + token) * ranks + rank;
-      }
-      slot += __popc(going);
-    }
+  if (params.sent != nullptr) {
+    place_tokens(
+        params, shape, tokens, starts + all, [&](int rank) { return before(all + rank); }, slots);
   }
   __syncthreads();
 
@@ -216,22 +246,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  if (blockIdx.x == 0) {
-    const int width = params.message_width;
-    for (int rank = threadIdx.x; params.begins != nullptr && rank <= ranks; rank += kThreads) {
-      const int first = params.experts.first[rank];
-      params.begins[rank] = first < all ? starts[first] : starts[all - 1] + totals[all - 1];
-    }
-    for (int i = threadIdx.x; i < ranks * width; i += kThreads) {
-      const int rank = i / width;
-      const int expert = i % width;
-      const int first = params.experts.first[rank];
-      const bool own = expert < params.experts.first[rank + 1] - first;
-      params.message[i] = expert == width - 1 ? totals[all + rank]
-                          : own               ? totals[first + expert]
-                                              : 0;
-    }
-  }
+  if (blockIdx.x == 0) write_message(params, starts, totals);
 }
 
 __global__ void __launch_bounds__(kThreads)
