@@ -68,7 +68,7 @@ ROUTINGS = (
 
 
 def faults(ids: list[list[list[int]]], experts: list[int], align: int, device: str, change: Change) -> Iterator[str]:  # fmt: skip
-    """What is wrong with the rows of all ranks. ``change(number, finding)`` is called with each finding, in a fixed order."""
+    """Faults of the rows of all ranks, in words. ``change(number, finding)`` is called with each finding, in a fixed order."""
     ranks, first, numbers = len(ids), starts(experts), iter(range(10**6))
 
     def found(*tensors: torch.Tensor) -> list[torch.Tensor]:
