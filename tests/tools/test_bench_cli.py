@@ -1,5 +1,6 @@
 """The command lines of the benchmark and of its studies, its tables and its plot."""
 
+import argparse
 import json
 import os
 
@@ -146,6 +147,15 @@ def test_studies_say_what_is_allowed(argv, message, capsys):
     with pytest.raises(SystemExit):
         bench("study").main([*argv, "--device", "cpu"])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", bench("study").NAMES)
+def test_studies_take_their_own_defaults(name):
+    study, parser = bench(name).STUDY, argparse.ArgumentParser()
+    study.options(parser)
+    args = parser.parse_args([])
+    assert vars(args)
+    study.prepare(args)  # ValueError for what is not allowed
 
 
 _CALLS, _GRAPHS = {"sequence", "moe", "max_rows", "by ranks"}, {"gathered", "max_rows"}
