@@ -1,6 +1,6 @@
 """vLLM's compiled graphs: an all-reduce, the addition to the residual and the RMSNorm after it become one op.
 
-vLLM has an operator of its own for each norm until the last of its passes lowers it. The pass here stands before all others, so before
+vLLM has an operator of its own for each norm until a later pass lowers it. The pass here stands before all others, so before
 vLLM's own fusion of these norms. It takes the sums of vLLM's all-reduce and of ``gemm_allreduce``, for any number of rows.
 """
 
@@ -15,12 +15,25 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from overlap_torch._inductor import VERSION
-from overlap_torch._inductor.editing import Editor, NotFused, erase_unused, is_tensor, value
+from overlap_torch._inductor.editing import (
+    Editor,
+    NotFused,
+    erase_unused,
+    is_tensor,
+    same_shape,
+    value,
+)
 from overlap_torch._inductor.norms import Norm, Summed, emit, is_gain, sum_of
-from overlap_torch._layers.rmsnorm import kernels_finish
+from overlap_torch._layers import rmsnorm
 from overlap_torch._ops.group import sizes
 
-_HERE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+_SOURCES = (__file__, rmsnorm.__file__)
+_HERE = hashlib.sha256(b"".join(Path(each).read_bytes() for each in _SOURCES)).hexdigest()
+
+
+def key() -> str:
+    """The part of a compiled graph's key that fusions depend on: this package's passes, and the groups' names and sizes."""
+    return f"overlap_torch {VERSION} {_HERE} {sizes()}"
 
 
 def fuse(graph: Graph, group_of: Callable[[str], str]) -> int:
@@ -43,10 +56,12 @@ def _fuse_one(norm: Node, group_of: Callable[[str], str]) -> bool:
     summed = _summed(total, group_of) if is_tensor(total) else None
     if summed is None or columns not in ([], [None]) or not is_gain(weight, total):
         return False
-    if not kernels_finish(value(total).dtype, value(total).shape[-1]):
+    if not rmsnorm.kernels_finish(value(total).dtype, value(total).shape[-1]):
         return False
-    if adds and len(total.users) > 1:
-        return False  # the sum without the residual is read, too
+    if adds and not (len(total.users) == 1 and _fits(residual, total)):
+        return False  # the sum without the residual is read, too, or vLLM's norm converts or expands the residual
+    if not adds and weight.op != "placeholder":
+        return False  # the op comes right after the sum
     editor = Editor(norm if adds else total.next, value(total).fake_mode)
     how = Norm(weight, eps, 0.0, True, (norm,))
     try:
@@ -66,6 +81,13 @@ def _fuse_one(norm: Node, group_of: Callable[[str], str]) -> bool:
     return True
 
 
+def _fits(residual: Any, total: Node) -> bool:
+    if not is_tensor(residual):
+        return False
+    added, rows = value(residual), value(total)
+    return added.dtype == rows.dtype and same_shape(added, rows)
+
+
 def _summed(total: Node, group_of: Callable[[str], str]) -> Summed | None:
     if not _named(total, "vllm.all_reduce"):
         return sum_of(total)
@@ -73,16 +95,21 @@ def _summed(total: Node, group_of: Callable[[str], str]) -> Summed | None:
     return Summed(names["tensor"], None, None, group_of(names["group_name"]), (total,))
 
 
-def add_pass(manager: type, base: type, group_of: Callable[[str], str]) -> None:
-    """Lets vLLM's pass managers begin with :func:`fuse`. ``base``: vLLM's class of passes."""
+def add_pass(
+    manager: type, base: type, group_of: Callable[[str], str], batch_invariant: Callable[[], bool]
+) -> None:
+    """Lets vLLM's pass managers begin with :func:`fuse`, except in vLLM's batch-invariant mode, which has no such fusion.
+
+    ``base``: vLLM's class of passes.
+    """
 
     class OverlapNormPass(base):
         def __call__(self, graph: Graph) -> None:
-            fuse(graph, group_of)
+            if not batch_invariant():
+                fuse(graph, group_of)
 
         def uuid(self) -> str:
-            """The key of compiled graphs: as fusions, it depends on this package's code and the groups."""
-            return f"overlap_torch {VERSION} {_HERE} {sizes()}"
+            return key()
 
     configure = manager.configure
 

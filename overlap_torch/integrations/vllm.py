@@ -58,6 +58,8 @@ def enable() -> type:
         config = importlib.import_module("vllm.config")
         forward = importlib.import_module("vllm.forward_context")
         envs = importlib.import_module("vllm.envs")
+        groups = importlib.import_module("vllm.distributed.parallel_state")
+        passes = importlib.import_module("vllm.compilation.passes.pass_manager")
         base, method = linear.RowParallelLinear, experts.UnquantizedFusedMoEMethod
         for name in (base.__name__, method.__name__):
             if name in registry:
@@ -84,16 +86,18 @@ def enable() -> type:
                 batch_invariant=batch_invariant,
             )
         )
-        _enabled = base.register_oot(ours)
-        groups = importlib.import_module("vllm.distributed.parallel_state")
-        passes = "vllm.compilation.passes."
         _vllm_norms.add_pass(
-            importlib.import_module(f"{passes}pass_manager").PostGradPassManager,
-            importlib.import_module(f"{passes}inductor_pass").InductorPass,
+            passes.PostGradPassManager,
+            importlib.import_module("vllm.compilation.passes.inductor_pass").InductorPass,
             lambda name: groups._groups[name]().device_group.group_name,
+            batch_invariant,
         )
+        _enabled = base.register_oot(ours)
         for name, default in (("OVERLAP_VLLM", "0"), (_serving.ROWS, "")):
             envs.environment_variables[name] = functools.partial(os.environ.get, name, default)
+        envs.environment_variables["OVERLAP_GRAPHS"] = (
+            _vllm_norms.key
+        )  # read when a graph is compiled
     return _enabled
 
 

@@ -319,6 +319,8 @@ def test_vllms_row_parallel_layers_run_the_op(failures: Failures) -> None:
             keyed = sys.modules["vllm.envs"].environment_variables
             keyed = {name: value() for name, value in keyed.items()}
         right = {"OVERLAP_VLLM": "1", "OVERLAP_MOE_ROWS": ""}
+        groups = str(dist.get_world_size())
+        failures.holds(groups, keyed.pop("OVERLAP_GRAPHS").rpartition("((")[2], "groups in the key")
         failures.equal(keyed, right, "the key of compiled graphs")
         ours = VllmLinear.registry["VllmLinear"]
         failures.equal(type(VllmLinear(K, N)), ours, "class")
