@@ -123,7 +123,14 @@ def experts_hook(context: Any, attention: Any, unquantized: type) -> Callable[..
             # Each rank of an attention's tensor parallel group has a part of its tokens.
             parts = parallel.attn_tp_size
             tokens = [-(-each // parts) for each in batch for _ in range(parts)]
-            how = how | _serving.limits(tokens, topk_output.topk_ids.shape[-1])
+            choices = topk_output.topk_ids.shape[-1]
+            limits = _serving.limits(tokens, choices)
+            token = (hidden_states.shape[-1], hidden_states.dtype, hidden_states.device)
+            most = (choices, limits["max_tokens"])
+            if why := _serving.why_not_captured(token, *most, how["group"]):
+                _serving.say("SGLang", why)
+                return original(layer, hidden_states, topk_output)
+            how = how | limits
         factor = layer.moe_runner_config.routed_scaling_factor
         shares = topk_output.topk_weights
         if factor is not None and DISPATCHERS[type(_dispatchers(layer)[0]).__name__]:
