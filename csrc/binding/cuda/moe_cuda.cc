@@ -103,11 +103,9 @@ Routes find_routes(const Tensor& ids, at::IntArrayRef experts, bool tokens) {
     params.begins = found.begins.data_ptr<int64_t>();
   }
   const cudaError_t error = kernels::find_routes(params, stream());
-  TORCH_CHECK_VALUE(
-      error != cudaErrorInvalidValue, "a mixture of ", params.experts.first[ranks], " experts on ",
-      ranks, " ranks and ", params.choices,
-      " experts of a token is too large for CUDA: twice the experts, three times the ranks and "
-      "the experts of a token are to be at most 12000 together");
+  TORCH_CHECK_VALUE(error != cudaErrorInvalidValue, "a mixture of ", params.experts.first[ranks],
+                    " experts on ", ranks, " ranks and ", params.choices,
+                    " experts of a token is too large for CUDA: their sum is to be at most 10000");
   C10_CUDA_CHECK(error);
   return found;
 }

@@ -20,18 +20,21 @@ struct Shape {
   int32_t columns;       // one for each expert, then one for each rank
   int32_t block_tokens;  // 0: the call is too large for shared memory
   int64_t blocks;
+  bool alone;  // one block and one kernel do all
 };
 
 Shape shape_of(const RoutesParams& params) {
   Shape shape{};
   shape.columns = all_experts(params.experts) + params.experts.ranks;
   const int32_t token = params.choices + params.experts.ranks;  // integers of a token
-  const int32_t room = kSharedIntegers - 2 * shape.columns;
+  const int32_t room = kSharedIntegers - shape.columns;
   shape.block_tokens = std::clamp(room / std::max(1, token), 0, kMostTokens);
   shape.blocks =
       shape.block_tokens == 0
           ? 0
           : std::max<int64_t>(1, (params.tokens + shape.block_tokens - 1) / shape.block_tokens);
+  shape.alone =
+      shape.blocks == 1 && shape.block_tokens * token + 2 * shape.columns <= kSharedIntegers;
   return shape;
 }
 
@@ -201,15 +204,14 @@ __global__ void __launch_bounds__(kThreads)
   int32_t* experts = shared;                                       // [block_tokens][choices]
   int32_t* slots = experts + shape.block_tokens * params.choices;  // [ranks][block_tokens]
   int32_t* starts = slots + shape.block_tokens * ranks;            // [columns]
-  int32_t* counted = starts + shape.columns;                       // [columns]
+  int32_t* counted = starts + shape.columns;                       // [columns], alone
   const int32_t* totals = params.scratch + shape.blocks * shape.columns;
-  const bool alone = shape.blocks == 1;  // the only kernel, too
   const auto before = [&](int column) {
-    return alone ? 0 : params.scratch[int64_t{blockIdx.x} * shape.columns + column];
+    return shape.alone ? 0 : params.scratch[int64_t{blockIdx.x} * shape.columns + column];
   };
   const int tokens = load_experts(params, shape.block_tokens, experts);
-  find_visited(params, shape, tokens, experts, slots);
-  if (alone) {
+  if (shape.alone || params.sent != nullptr) find_visited(params, shape, tokens, experts, slots);
+  if (shape.alone) {
     count_columns(params, shape, tokens, experts, slots, counted);
     totals = counted;
     __syncthreads();
@@ -375,12 +377,12 @@ cudaError_t find_routes(const RoutesParams& params, cudaStream_t stream) {
   const auto grid = static_cast<unsigned>(shape.blocks);
   const size_t chosen =
       shape.block_tokens * (params.choices + params.experts.ranks) * sizeof(int32_t);
-  if (shape.blocks > 1) {
+  if (!shape.alone) {
     count_kernel<<<grid, kThreads, chosen, stream>>>(params, shape);
     scan_kernel<<<(shape.columns * 32 + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
         params.scratch, shape);
   }
-  const size_t more = 2 * shape.columns * sizeof(int32_t);
+  const size_t more = (shape.alone ? 2 : 1) * shape.columns * sizeof(int32_t);
   place_kernel<<<grid, kThreads, chosen + more, stream>>>(params, shape);
   return cudaGetLastError();
 }
