@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,6 +96,7 @@ def experts_hook(context: Any, attention: Any, unquantized: type) -> Callable[..
 
     Ranks decide by the same facts. A routing that only some ranks may have raises a ``RuntimeError``.
     """
+    why_not_captured = functools.cache(_serving.why_not_captured)  # every layer asks in each step
 
     def forward(
         original: Callable[..., Any],
@@ -127,7 +129,7 @@ def experts_hook(context: Any, attention: Any, unquantized: type) -> Callable[..
             limits = _serving.limits(tokens, choices)
             token = (hidden_states.shape[-1], hidden_states.dtype, hidden_states.device)
             most = (choices, limits["max_tokens"])
-            if why := _serving.why_not_captured(token, *most, how["group"]):
+            if why := why_not_captured(token, *most, how["group"]):
                 _serving.say("SGLang", why)
                 return original(layer, hidden_states, topk_output)
             how = how | limits
