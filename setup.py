@@ -64,11 +64,12 @@ PLANNER_FOLDER = "build/plan"  # the objects that know neither torch nor CUDA, f
 SM90_SOURCE = "csrc/kernels/gemm/gemm_instance_sm90.cu"
 SM90_CHOICE = "csrc/kernels/gemm/gemm.cu"  # picks an instance, and knows the build's types
 SM90_INSTANCES = [
-    (kernel, dtype, peers)
-    for kernel, dtypes, forms in (
-        ("kSm90Pingpong", DTYPES, (False, True)),
-        ("kSm90PingpongWide", DTYPES, (False, True)),
-        ("kSm90Cooperative", ("bf16", "fp16"), (False,)),
+    (kernel, dtype, peers, groups)
+    for kernel, dtypes, forms, groups in (
+        ("kSm90Pingpong", DTYPES, (False, True), False),
+        ("kSm90Pingpong", ("bf16", "fp16"), (False, True), True),
+        ("kSm90PingpongWide", DTYPES, (False, True), False),
+        ("kSm90Cooperative", ("bf16", "fp16"), (False,), False),
     )
     for dtype in dtypes
     for peers in forms
@@ -283,10 +284,11 @@ def kernel_edges(folder: str, cuda: Cuda) -> list[Edge]:
 def sm90_edges(folder: str, cuda: Cuda, flags: list[str]) -> list[Edge]:
     """The Hopper GEMMs of this build's data types: one source, compiled for each row of the table."""
     edges = []
-    for kernel, dtype, peers in SM90_INSTANCES:
+    for kernel, dtype, peers, groups in SM90_INSTANCES:
         if dtype in cuda.dtypes:
-            row = {"KERNEL": kernel, "DTYPE": DTYPES[dtype], "PEERS": str(peers).lower()}
-            name = f"{kernel}_{dtype}{'_peers' if peers else ''}"
+            row = {"KERNEL": kernel, "DTYPE": DTYPES[dtype]}
+            row |= {"PEERS": str(peers).lower(), "GROUPS": str(groups).lower()}
+            name = f"{kernel}_{dtype}{'_peers' if peers else ''}{'_groups' if groups else ''}"
             output = f"{folder}/kernels/gemm/{name}_sm90.o"
             defines = [f"-DOVERLAP_INSTANCE_{key}={value}" for key, value in row.items()]
             edges.append(Edge("nvcc", output, [SM90_SOURCE], [*flags, *defines]))

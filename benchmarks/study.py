@@ -23,6 +23,7 @@ NAMES = {
     "experts": "a mixture of experts beside PyTorch's ops one after the other",
     "attention": "attention of a cut sequence beside Ulysses, a gather and a ring",
     "rmsnorm": "an all-reduce with residual and RMSNorm beside NCCL and a compiled norm",
+    "invariance": "all-reduces whose bits depend on no other row or rank beside NCCL",
     "hosts": "groups on several hosts by the cost model, beside NCCL; measures nothing",
     "decode": "steps of greedy decoding of a Llama's layers, in CUDA graphs",
     "transformers_models": "a Hugging Face model by transformers' styles and by ours",

@@ -41,6 +41,12 @@ constexpr bool is_sm90(Kernel kernel) {
   return is_pingpong(kernel) || kernel == Kernel::kSm90Cooperative;
 }
 
+// K of the whole layer is cut into so many groups for Invariance::kWorld; each is a multiple of the Hopper kernel's step
+// along K, of 16-bit elements.
+inline constexpr int32_t kWorldGroups = 8;
+inline constexpr int64_t kGroupStep = 64;
+inline constexpr int64_t kGroupColumns = 8;  // N is a multiple
+
 // Where finished tiles are stored. kRowMajor: chunks are whole row panels of the plain output.
 // kPacked: tiles one after the other in tile order, put back to row-major after the next chunk's
 // communication.

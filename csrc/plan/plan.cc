@@ -248,12 +248,29 @@ bool adds_terms(Kernel kernel, const Problem& problem) {
   return kernel == Kernel::kSm90Pingpong || (is_pingpong(kernel) && problem.world_size == 2);
 }
 
-bool is_batch_invariant(const Plan& plan) {
+bool is_invariant(const Plan& plan) {
   const bool in_order =
       plan.collective == Collective::kDirect || plan.collective == Collective::kOwners;
   // The framework picks another GEMM for another number of rows. This package's of one GPU add along K alike.
-  const bool own = plan.kernel != Kernel::kLibrary || plan.problem.given();
-  return in_order && own && over_peers(plan) && !has_program(plan);
+  const bool own = plan.problem.invariance == Invariance::kWorld
+                       ? plan.kernel == Kernel::kSm90Pingpong && kernel_takes_groups(plan.problem)
+                       : plan.kernel != Kernel::kLibrary;
+  return in_order && (own || plan.problem.given()) && over_peers(plan) && !has_program(plan);
+}
+
+int32_t k_groups(const Problem& problem) {
+  return problem.invariance == Invariance::kWorld ? kWorldGroups / problem.world_size : 0;
+}
+
+bool kernel_takes_groups(const Problem& problem) {
+  const bool takes_type = problem.dtype == DType::kBFloat16 || problem.dtype == DType::kFloat16;
+  const int32_t groups = k_groups(problem);
+  return takes_type && groups > 0 && problem.k > 0 && problem.k % (groups * kGroupStep) == 0 &&
+         problem.n % kGroupColumns == 0;
+}
+
+bool adds_by_pairs(const Problem& problem) {
+  return problem.invariance == Invariance::kWorld && problem.world_size > 2;
 }
 
 bool every_part_has_rows(const Problem& problem) {

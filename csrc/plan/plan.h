@@ -21,7 +21,9 @@ enum class Transport : int32_t { kNccl = 0, kGloo = 1, kPeer = 2 };
 enum class Recipe : int32_t { kNone = 0, kTensor = 1, kRow = 2, kBlock = 3 };
 // kBatch: each rank's product is rounded to the output's type, these terms are added in float32 in the ranks' order, and
 // the sum is rounded before a bias is added.
-enum class Invariance : int32_t { kNone = 0, kBatch = 1 };
+// kWorld: K of all ranks is cut into kWorldGroups. A group's product is rounded, and products are added by pairs, pairs of
+// pairs and so on, each sum rounded. A rank adds up its groups, and the ranks add their terms in the same way.
+enum class Invariance : int32_t { kNone = 0, kBatch = 1, kWorld = 2 };
 
 // Ranks that can map each other's memory: as many as stand in kernels' tables of peers.
 inline constexpr int32_t kMaxPeerRanks = 8;
@@ -175,8 +177,15 @@ int64_t clique_stride(const Plan& plan);
 bool adds_terms(Kernel kernel, const Problem& problem);
 
 // True if a row's bits follow from the row, the weight and the number of ranks, whatever other rows there are:
-// Invariance::kBatch, whose other plan is the sequence, in place of which the op's composition runs.
-bool is_batch_invariant(const Plan& plan);
+// Invariance, whose other plan is the sequence, in place of which the op's composition runs.
+bool is_invariant(const Plan& plan);
+
+// Invariance::kWorld: the groups of K that each rank multiplies; else 0.
+int32_t k_groups(const Problem& problem);
+// True if the Hopper kernel multiplies these groups: it then does so for any number of ranks and rows.
+bool kernel_takes_groups(const Problem& problem);
+// True if the ranks' terms are added by pairs. Two terms have one order.
+bool adds_by_pairs(const Problem& problem);
 
 // Tile rows of a band, at most: it keeps a wave of tiles square. Higher ones finish later and share no
 // more of the operands in L2.

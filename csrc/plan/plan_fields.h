@@ -55,7 +55,9 @@ OVERLAP_ENUM(Recipe, "How both operands are scaled.",
 OVERLAP_ENUM(Invariance, "What the bits of a row of a sum may depend on.",
              Member{Invariance::kNone, "none", "on the fastest plan, and so on all rows"},
              Member{Invariance::kBatch, "batch",
-                    "on the row, the weight and the number of ranks alone"})
+                    "on the row, the weight and the number of ranks alone"},
+             Member{Invariance::kWorld, "world",
+                    "on the row and the weight alone: 1, 2, 4 or 8 ranks"})
 
 OVERLAP_ENUM(Schedule, "When an op communicates.",
              Member{Schedule::kSequential, "sequential",

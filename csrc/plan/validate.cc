@@ -378,12 +378,13 @@ void check_schedule(const Plan& plan) {
   const Problem& problem = plan.problem;
   const bool is_sequence = plan.schedule == Schedule::kSequential && !over_peers(plan) &&
                            plan.kernel == Kernel::kLibrary && !has_program(plan);
-  if (problem.invariance != Invariance::kNone && !is_batch_invariant(plan) && !is_sequence) {
+  if (problem.invariance != Invariance::kNone && !is_invariant(plan) && !is_sequence) {
     fail("plan for a problem with the invariance ", name(problem.invariance), " has the kernel ",
          name(plan.kernel), " and the collective ", name(plan.collective), " over ",
          name(plan.chunks[0].transport),
-         ", allowed are this package's kernels with direct or owners over peer, which add in the "
-         "ranks' order, and make_sequential's plan: take one of those");
+         ", allowed are this package's kernels (world: sm90_pingpong) with direct or owners over "
+         "peer, "
+         "which add in order, and make_sequential's plan: take one of those");
   }
   if (problem.recipe != Recipe::kNone && plan.schedule != Schedule::kSequential &&
       plan.chunks[0].transport == Transport::kGloo) {
@@ -423,9 +424,23 @@ void check_schedule(const Plan& plan) {
 
 }  // namespace
 
+void check_groups(const Problem& problem) {
+  const int32_t ranks = problem.world_size;
+  const auto refuse = [](const auto&... what) {
+    fail("problem with the invariance world ", what..., ": take the invariance batch");
+  };
+  if (ranks > kWorldGroups || kWorldGroups % ranks != 0) {
+    refuse("is of ", ranks, " ranks, allowed are 1, 2, 4 and 8");
+  }
+  if (problem.k % k_groups(problem) != 0) {
+    refuse("has k = ", problem.k, " on each of ", ranks, " ranks, allowed are multiples of ",
+           k_groups(problem), ", as K of all ranks is cut into ", kWorldGroups, " groups");
+  }
+  if (problem.recipe != Recipe::kNone) refuse("has scaled operands, allowed are none with scales");
+}
+
 void check_problem(const Problem& problem) {
   constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
-  const char* const remedy = "take the sizes of the op's arguments";
   check_enum("op", problem.op, static_cast<Op>(kOps.size() - 1));
   check_enum("dtype", problem.dtype, DType::kFloat8E5M2);
   check_enum("recipe", problem.recipe, Recipe::kBlock);
@@ -435,27 +450,27 @@ void check_problem(const Problem& problem) {
          ", allowed are tensor_wise, row_wise and block_wise for float8_e4m3fn and float8_e5m2, "
          "and none for other types: name the dtype of the operands and how they are scaled");
   }
-  const bool rounds_to = output_dtype(problem) == DType::kBFloat16 ||
-                         output_dtype(problem) == DType::kFloat16 ||
-                         output_dtype(problem) == DType::kFloat32;
+  const DType to = output_dtype(problem);
+  const bool rounds_to = to == DType::kBFloat16 || to == DType::kFloat16 || to == DType::kFloat32;
   if (problem.recipe != Recipe::kNone && !rounds_to) {
     fail("problem with scaled operands has the output_dtype ", name(problem.output_dtype),
          ", allowed are bfloat16, float16 and float32");
   }
   if (problem.recipe == Recipe::kNone && problem.fast_accum) {
-    fail("problem with operands of ", name(problem.dtype),
-         " has fast_accum, only scaled operands have it: clear it");
+    fail("problem of ", name(problem.dtype), " has fast_accum, only scaled ones have it: clear it");
   }
+  const char* const remedy = "take the sizes of the op's arguments";
   check_range("m", problem.m, 0, kMaxSize, remedy);
   check_range("n", problem.n, 0, kMaxSize, remedy);
   check_range("k", problem.k, 0, kMaxSize, remedy);
-  check_enum("invariance", problem.invariance, Invariance::kBatch);
+  check_enum("invariance", problem.invariance, Invariance::kWorld);
   if (problem.invariance != Invariance::kNone && !problem.traits().sums()) {
     fail("problem of ", name(problem.op), " has the invariance ", name(problem.invariance),
          ", allowed is none, as the op adds nothing between ranks");
   }
   check_range("world_size", problem.world_size, 1, std::numeric_limits<int32_t>::max(),
               "take the process group's size");
+  if (problem.invariance == Invariance::kWorld) check_groups(problem);
   if (problem.m % op_row_parts(problem) != 0) {
     fail("problem of ", name(problem.op), " has m = ", problem.m, " rows on ", problem.world_size,
          " ranks, allowed are multiples of the number of ranks, as each has an equal part");

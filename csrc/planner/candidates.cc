@@ -256,9 +256,12 @@ void add_direct(Candidates& plans, const Problem& problem, const Machine& machin
 
 // Each plan has the same GEMM and the same order of additions, and one of them serves any number of rows: so M may choose
 // among them. Without any the composition runs, whatever M.
-void add_batch_invariant(Candidates& plans, const Problem& problem, const Machine& machine) {
+void add_invariant(Candidates& plans, const Problem& problem, const Machine& machine) {
   const Kernel kernel = problem.given() ? Kernel::kLibrary : best_kernel(problem, machine);
-  const bool computes = problem.given() || kernel != Kernel::kLibrary;
+  const bool in_groups = problem.invariance == Invariance::kWorld;
+  const bool computes = problem.given() ||
+                        (in_groups ? kernel == Kernel::kSm90Pingpong && kernel_takes_groups(problem)
+                                   : kernel != Kernel::kLibrary);
   const int64_t row_bytes = problem.n * moved_bytes(problem);
   if (machine.peer_gbps <= 0.0 || problem.world_size > kMaxPeerRanks || !computes ||
       row_bytes % kDirectAccess != 0) {
@@ -271,6 +274,7 @@ void add_batch_invariant(Candidates& plans, const Problem& problem, const Machin
   }
   if (!every_part_has_rows(problem)) return;
   for (const Kernel own : {kernel, Kernel::kSm90PingpongWide}) {
+    if (in_groups && own != kernel) continue;
     if (!has_ring_flags(problem, own) || !adds_terms(own, problem)) continue;
     add_row_panels(plans, problem, own, {{1}}, {}, 0, Transport::kPeer, Collective::kOwners);
   }
@@ -445,7 +449,7 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
     return plans;
   }
   if (problem.invariance != Invariance::kNone) {
-    if (machine.arch != 0) add_batch_invariant(plans, problem, machine);
+    if (machine.arch != 0) add_invariant(plans, problem, machine);
     return plans;
   }
   if (problem.given()) {  // nothing is computed that could be overlapped

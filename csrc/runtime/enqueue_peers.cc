@@ -116,6 +116,7 @@ void enqueue(RunState& run, const steps::PeerCollective& step, cudaStream_t on) 
   kernels::PeerCollectiveParams params{run.with_deadline(run.peers->meeting(run.peer_call))};
   params.dtype = plan::moved_dtype(run.plan.problem);
   params.reduces = step.reduces;
+  params.by_pairs = plan::adds_by_pairs(run.plan.problem);
   params.gathers = step.gathers;
   params.stride = step.stride / kBytes;
   params.first = step.first / kBytes;
@@ -149,6 +150,7 @@ void enqueue(RunState& run, const steps::LowLatency& step, cudaStream_t on) {
   kernels::PeerLowLatencyParams params{peers};
   params.dtype = plan::moved_dtype(run.plan.problem);
   params.in_pieces = step.in_pieces;
+  params.by_pairs = plan::adds_by_pairs(run.plan.problem);
   params.words = step.bytes / kWord;
   params.own = run.at(step.own);
   params.output = run.at(step.output);

@@ -61,9 +61,9 @@ def gemm_allreduce(
             ``BlockWise1x128`` with ``BlockWise128x128``); None: from the scales' shapes, which must leave one.
         output_dtype: the type of scaled operands' result and of the bias: bfloat16, float16 or float32.
         use_fast_accum: for scaled operands: True lets a Hopper GPU sum with fewer bits, as in ``scaled_mm``; the same on all ranks.
-        invariance: ``"batch"``: a row's bits depend on the row, the weight and the number of ranks alone, and not on the
-            other rows (docs/serving.md); ``"none"``: the fastest plan runs; None: ``OVERLAP_INVARIANCE`` says which. The
-            same on all ranks.
+        invariance: ``"batch"``: a row's bits depend only on the row, the weight and the number of ranks, not on the other
+            rows; ``"world"``: not on the number of ranks either, which is 1, 2, 4 or 8 (docs/serving.md); ``"none"``: the
+            fastest plan runs; None: ``OVERLAP_INVARIANCE`` says which. The same on all ranks.
 
     Returns:
         A fresh, contiguous tensor [..., N], equal on all ranks, of the operands' dtype: bfloat16, float16 or float32

@@ -57,15 +57,21 @@ USUAL_INVARIANCE = os.environ.get("OVERLAP_INVARIANCE", "none")
 
 
 def all_reduce(part: torch.Tensor, group: str, invariance: str | None) -> torch.Tensor:
-    """The sum of the ranks' tensors; for ``invariance="batch"`` in float32 and in rank order, as the ops' kernels add."""
-    if (invariance or USUAL_INVARIANCE) == "none":
+    """The sum of the ranks' tensors; with an invariance as the ops' kernels add: in float32 and in rank order, or by pairs."""
+    invariance = invariance or USUAL_INVARIANCE
+    if invariance == "none":
         compare("an all-reduce", part, part.shape, group)
         return wait(_collectives.all_reduce(part.contiguous(), "sum", group))
     ranks = world_size(group)
     begun = start_all_gather(part.reshape(1, -1), group)
+    terms = wait_for_gather(begun, ranks, 0).unbind()
+    if invariance == "world":
+        while len(terms) > 1:
+            terms = tuple(a + b for a, b in zip(terms[::2], terms[1::2], strict=True))
+        return terms[0].view(part.shape)
     wide = torch.float64 if part.dtype == torch.float64 else torch.float32
     total = torch.zeros(part.numel(), dtype=wide, device=part.device)
-    for term in wait_for_gather(begun, ranks, 0).unbind():
+    for term in terms:
         total = total + term
     return total.to(part.dtype).view(part.shape)
 

@@ -75,10 +75,10 @@ def check_device(op: str, input: torch.Tensor, name: str, operand: torch.Tensor)
 
 
 def check_invariance(op: str, invariance: str | None) -> None:
-    if invariance not in (None, "none", "batch"):
+    if invariance not in (None, "none", "batch", "world"):
         raise ValueError(
             f"{op}: invariance is {invariance!r}; allowed are None, which leaves it to OVERLAP_INVARIANCE, "
-            "'none' and 'batch'"
+            "'none', 'batch' and 'world'"
         )
 
 

@@ -60,9 +60,9 @@ ENVIRONMENT = (
     ),
     Variable(
         "OVERLAP_INVARIANCE",
-        "none, batch",
+        "none, batch, world",
         "none",
-        "batch: bits of a sum's row depend on no other row; the ops' invariance= decides for a call",
+        "batch: bits of a sum's row depend on no other row; world: nor on the number of ranks; invariance= decides for a call",
     ),
     Variable(
         "OVERLAP_VLLM",

@@ -314,19 +314,32 @@ def test_planner_reduces_few_rows_in_one_step(m: int, nk, world: int, windows: b
         assert not over_peers(make_plan(problem, fast(windows=windows, peer_gbps=0.0)))
 
 
+KERNELS = {
+    "batch": (Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE),
+    "world": (Kernel.SM90_PINGPONG,),
+}
+
+
 @pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER], ids=str)
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_planner_batch_invariant_calls_have_one_gemm_whatever_the_rows(world: int, op: Op) -> None:
+@pytest.mark.parametrize(
+    ("world", "invariance"),
+    [*((n, "batch") for n in (2, 3, 4, 8)), *((n, "world") for n in (2, 4, 8))],
+)
+def test_planner_invariant_calls_have_one_gemm_whatever_the_rows(
+    world: int, invariance: str, op: Op
+) -> None:
     """A plan over peers with a kernel of this package for each M; where none serves all, the sequence for each."""
     for rows in (1, 2, 7, 16, 127, 513, 4095, 8192, 65536):
         rows *= world if op == Op.GEMM_REDUCESCATTER else 1
-        problem = Problem(rows, 8192, 1024, "bfloat16", world, op, invariance="batch")
+        problem = Problem(rows, 8192, 1024, "bfloat16", world, op, invariance=invariance)
         plan = make_plan(problem, MACHINES["hopper"])
-        assert plan.kernel in (Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE), plan
+        assert plan.kernel in KERNELS[invariance], plan
         assert plan.collective in (Collective.DIRECT, Collective.OWNERS), plan
         for without in ("hopper without peers", "cpu"):
             sequence = make_sequential(problem, MACHINES[without])
             assert make_plan(problem, MACHINES[without]) == sequence
-        odd = Problem(rows, 8191, 1024, "bfloat16", world, op, invariance="batch")
-        sequence = make_sequential(odd, MACHINES["hopper"])
-        assert make_plan(odd, MACHINES["hopper"]) == sequence
+        # K of 960 is cut into groups that are no multiples of 64.
+        for n, k in ((8191, 1024), *(((8192, 960 // world),) if invariance == "world" else ())):
+            odd = Problem(rows, n, k, "bfloat16", world, op, invariance=invariance)
+            sequence = make_sequential(odd, MACHINES["hopper"])
+            assert make_plan(odd, MACHINES["hopper"]) == sequence

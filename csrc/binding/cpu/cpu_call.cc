@@ -106,7 +106,7 @@ class CpuCall {
 bool takes_composition(const OpCall& call) {
   if (call.problem.invariance != plan::Invariance::kNone) {
     call.group->count_unplanned(call.problem, at::kCPU,
-                                "no plan on CPU is batch-invariant: blocks of 128 rows, whose "
+                                "no plan on CPU is invariant: blocks of 128 rows, whose "
                                 "terms are gathered and added in rank order");
     if (call.group->runs_plans(at::kCPU))
       call.group->announce(call.description(), 0, call.row_counts());

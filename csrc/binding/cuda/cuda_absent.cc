@@ -48,6 +48,10 @@ std::optional<at::Tensor> device_scaled_product(const Scales&, const at::Tensor&
   return std::nullopt;
 }
 
+std::optional<at::Tensor> product_in_groups(const OpCall&, int64_t) {
+  return std::nullopt;
+}
+
 void check_cuda_groups() {}
 
 std::vector<int64_t> cuda_memory(const std::shared_ptr<GroupEntry>&) {

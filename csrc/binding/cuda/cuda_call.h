@@ -63,6 +63,9 @@ std::optional<kernels::GemmScales> gemm_scales(const Scales& scales, size_t numb
 // Every rank's scales of its rows, in rank order.
 at::Tensor gathered_scales(const OpCall& call, const CudaCall& cuda);
 
+// The memory that GemmGroups of these operands need; undefined where they need none.
+at::Tensor group_memory(const kernels::GemmParams& params, const at::TensorOptions& options);
+
 // True if the plan's kernel takes these operands, which depends only on this rank's strides.
 // Either way the same chunks are communicated.
 bool kernel_takes(const kernels::GemmParams& params, const at::Tensor& weight,

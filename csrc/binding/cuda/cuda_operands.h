@@ -88,6 +88,7 @@ class CudaOperands : public runtime::Operands {
   at::Tensor product_;
   at::Tensor partial_;
   at::Tensor counters_;
+  at::Tensor group_memory_;
   std::optional<Profiled> chunk_name_;
 };
 

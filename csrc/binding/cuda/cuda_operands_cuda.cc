@@ -112,6 +112,10 @@ bool CudaOperands::run(const steps::Variant& variant, const at::Tensor& bias) {
     if (one.buffer == steps::Buffer::kPartial) partial_ = make();
     if (one.buffer == steps::Buffer::kProduct && !makes_product_) product_ = make();
   }
+  for (kernels::GemmParams& gemm : gemms_) {
+    group_memory_ = group_memory(gemm, options());
+    if (group_memory_.defined()) gemm.groups.memory = group_memory_.data_ptr();
+  }
   runtime::run(group, {.plan = &plan_,
                        .list = list.get(),
                        .operands = this,

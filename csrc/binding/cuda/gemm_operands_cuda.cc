@@ -1,4 +1,5 @@
 // Tensors as the GEMM kernels' plain structs, and the framework's own GEMM on them.
+#include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/as_strided_native.h>
@@ -56,6 +57,7 @@ kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weigh
   params.output_stride = params.n;
   params.layout = plan.layout;
   params.smem_pad_bytes = plan.resources.smem_pad_bytes;
+  params.groups.count = plan::k_groups(plan.problem);
   return params;
 }
 
@@ -77,6 +79,12 @@ std::optional<kernels::GemmScales> gemm_scales(const Scales& scales, size_t numb
   params.weight = of_weight.const_data_ptr<float>();
   params.weight_stride = of_weight.size(0) > 1 ? 1 : 0;
   return params;
+}
+
+at::Tensor group_memory(const kernels::GemmParams& params, const at::TensorOptions& options) {
+  const int32_t sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  const int64_t bytes = kernels::group_sums_bytes(sms, params.groups.count);
+  return bytes > 0 ? empty({bytes}, options.dtype(at::kByte)) : at::Tensor();
 }
 
 bool kernel_takes(const kernels::GemmParams& params, const at::Tensor& weight,

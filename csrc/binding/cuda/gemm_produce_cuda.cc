@@ -1,10 +1,25 @@
 // gemm_allreduce and gemm_reducescatter on CUDA.
+#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include "binding/cuda/cuda_operands.h"
+#include "kernels/gemm/few_rows.h"
+#include "plan/templates.h"
 
 namespace overlap::binding {
 namespace {
+
+// Fewer rows than a tile's, with any others after them, as the GEMM then reads them: rows that TMA fills with zeros come
+// slower than rows that are loaded.
+at::Tensor whole_tile(const at::Tensor& input, int64_t tile_m, kernels::GemmParams& gemm) {
+  const int64_t k = input.size(1);
+  const at::Tensor tile = empty({tile_m, k}, input.options());
+  tile.narrow(0, 0, input.size(0)).copy_(input);
+  gemm.input = tile.data_ptr();
+  gemm.input_stride = k;
+  gemm.input_rows = tile_m;
+  return tile;
+}
 
 class Reduction : public CudaOperands {
  public:
@@ -23,17 +38,28 @@ class Reduction : public CudaOperands {
     }
   }
 
+  // True if the plan's kernel computes: a build may hold it for other types only.
+  bool computes() const {
+    if (call_.weights.empty()) return true;
+    kernels::GemmParams gemm = operands_of(0);
+    if (overlapped(plan_)) gemm.peers.emplace();
+    return kernel_takes(gemm, call_.weight(), plan_);
+  }
+
   at::Tensor run() {
     const bool adds_bias = direct_ || overlapped(plan_);  // its steps do
     at::Tensor bias;
     if (call_.bias().has_value() && adds_bias) {
       bias = direct_ ? aligned(*call_.bias()) : call_.bias()->contiguous();
     }
-    steps::Variant variant = {.compute = steps::Compute::kLibrary,
-                              .bias = bias.defined(),
-                              .captured = plan_.resources.window && captured(),
-                              .finish = call_.finish != nullptr};
-    if (!overlapped(plan_) && plan_.kernel != plan::Kernel::kLibrary) {
+    steps::Variant variant = {
+        .compute = steps::Compute::kLibrary,
+        .bias = bias.defined(),
+        .captured = plan_.resources.window && captured(),
+        .finish = call_.finish != nullptr && !plan::adds_by_pairs(plan_.problem)};
+    if (!overlapped(plan_) && plan::k_groups(plan_.problem) > 0) {
+      if (!all_reduces_) make_output();  // the product is library()'s
+    } else if (!overlapped(plan_) && plan_.kernel != plan::Kernel::kLibrary) {
       if (!all_reduces_) make_output();
       gemms_.push_back(operands_of(0));
       made_ = empty({plan_.problem.m, plan_.problem.n}, options());
@@ -68,8 +94,15 @@ class Reduction : public CudaOperands {
   void* library(const steps::LibraryGemm& step, const void*, const void* adds,
                 void* output) override {
     if (makes_product_) {
-      made_ = call_.weights.empty() ? input_
-                                    : product(input_, scales_of({0, input_.size(0)}), 0, false);
+      if (call_.weights.empty()) {
+        made_ = plan::adds_by_pairs(plan_.problem) ? input_.clone() : input_;  // the sum's place
+      } else if (plan::k_groups(plan_.problem) > 0) {
+        OpCall ordered = call_;
+        ordered.input = input_;
+        made_ = *product_in_groups(ordered, input_.size(0));
+      } else {
+        made_ = product(input_, scales_of({0, input_.size(0)}), 0, false);
+      }
       return made_.data_ptr();
     }
     const int64_t count = step.rows.end - step.rows.begin;
@@ -101,15 +134,10 @@ class Reduction : public CudaOperands {
     if (!gemms_.empty()) gemms_[0] = operands_of(0);
   }
 
-  // Few rows, with any others after them: rows that TMA fills with zeros come slower than rows that are loaded.
   void read_whole_tiles() {
     const int64_t rows = plan_.problem.m;
     if (rows >= plan_.tile_m || !plan::is_sm90(plan_.kernel)) return;
-    whole_tiles_ = empty({plan_.tile_m, plan_.problem.k}, input_.options());
-    whole_tiles_.narrow(0, 0, rows).copy_(input_);
-    gemms_[0].input = whole_tiles_.data_ptr();
-    gemms_[0].input_stride = plan_.problem.k;
-    gemms_[0].input_rows = plan_.tile_m;
+    whole_tiles_ = whole_tile(input_, plan_.tile_m, gemms_[0]);
   }
 
   void make_output() {
@@ -154,12 +182,81 @@ OpCall fitting(const OpCall& call) {
 at::Tensor run(const OpCall& call) {
   const CudaCall cuda(call);
   if (call.problem.invariance == plan::Invariance::kNone) return Reduction(call, cuda).run();
-  if (!plan::is_batch_invariant(cuda.plan())) return invariant_composition(call);
+  if (!plan::is_invariant(cuda.plan())) return invariant_composition(call);
   const OpCall fitted = fitting(call);
-  return Reduction(fitted, cuda).run();
+  Reduction reduction(fitted, cuda);
+  return reduction.computes() ? reduction.run() : invariant_composition(call);
 }
 
 }  // namespace
+
+#if defined(OVERLAP_WITH_SM90)
+namespace {
+
+bool without_gaps(const at::Tensor& weight) {
+  return weight.is_contiguous() || weight.t().is_contiguous();
+}
+
+// The product of rows that make one tile, where every SM has a part of K.
+void multiply_few_rows(const kernels::GemmParams& gemm, const at::TensorOptions& options) {
+  kernels::FewRowsParams few;
+  few.dtype = gemm.dtype;
+  few.m = gemm.m;
+  few.n = gemm.n;
+  few.groups = gemm.groups.count;
+  few.k = gemm.k / few.groups;
+  few.input = gemm.input;
+  few.input_stride = gemm.input_stride;
+  few.weight = gemm.weight;
+  few.weight_k_contiguous = gemm.weight_k_contiguous;
+  const at::Tensor rows = empty({few.m, gemm.k}, options);
+  const at::Tensor ends = empty({few.groups}, options.dtype(at::kInt));
+  at::Tensor products;
+  if (few.groups > 1) products = empty({few.groups, few.m, few.n}, options);
+  few.rows = rows.data_ptr();
+  few.ends = ends.data_ptr<int32_t>();
+  few.products = products.defined() ? products.data_ptr() : gemm.output;
+  few.output = gemm.output;
+  few.ctas = gemm.ctas;
+  C10_CUDA_CHECK(kernels::launch_few_rows(few, at::cuda::getCurrentCUDAStream().stream()));
+}
+
+}  // namespace
+#endif
+
+std::optional<at::Tensor> product_in_groups(const OpCall& call, int64_t rows) {
+  constexpr plan::Kernel kKernel = plan::Kernel::kSm90Pingpong;
+  const at::Device device = call.input.device();
+  if (!device.is_cuda() || !plan::kernel_takes_groups(call.problem) || !has_kernels(device)) {
+    return std::nullopt;
+  }
+  const c10::cuda::CUDAGuard guard(device);
+  at::Tensor output = empty({rows, call.problem.n}, call.output_options());
+  if (rows == 0) return output;
+  OpCall own = call;
+  own.input = call.input.narrow(0, 0, rows);
+  own = fitting(own);
+
+  plan::Problem problem = call.problem;
+  problem.op = plan::Op::kGemmAllReduce;  // all rows are one part
+  problem.m = rows;
+  const plan::Plan plan = plan::base_plan(problem, kKernel, plan::Transport::kNccl, {});
+  kernels::GemmParams gemm = gemm_params(own.input, own.weight(), plan);
+  gemm.output = output.data_ptr();
+  gemm.order = plan::chunked_order(plan, problem.n, {plan::tiles_m(plan)});
+  gemm.ctas = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  if (!kernel_takes(gemm, own.weight(), plan)) return std::nullopt;  // a GPU or a build without it
+#if defined(OVERLAP_WITH_SM90)
+  if (rows <= kernels::kMostFewRows && without_gaps(own.weight())) {
+    multiply_few_rows(gemm, own.input.options());
+    return output;
+  }
+#endif
+  const at::Tensor memory = group_memory(gemm, own.input.options());
+  if (memory.defined()) gemm.groups.memory = memory.data_ptr();
+  C10_CUDA_CHECK(kernels::launch_gemm(kKernel, gemm, at::cuda::getCurrentCUDAStream().stream()));
+  return output;
+}
 
 at::Tensor gemm_allreduce_cuda(const OpCall& call) {
   const c10::cuda::CUDAGuard guard(call.input.device());

@@ -39,7 +39,7 @@ OpCall call_of(const at::Tensor& input, const std::optional<at::Tensor>& weight,
                     input.scalar_type(), " and N = ", call.problem.n, "; leave fused out");
   TORCH_CHECK_NOT_IMPLEMENTED(has_kernels(input.device()), kOp, ": this build has no kernels for ",
                               input.device(), "; leave fused out");
-  call.problem.invariance = to_invariance(kOp, invariance);
+  set_invariance(call.problem, kOp, invariance);
   call.dims = " with a norm";
   return call;
 }

@@ -23,37 +23,69 @@ namespace {
 at::Tensor gemm_by_blocks(const OpCall& call, int64_t rows) {
   constexpr int64_t kBlock = 128;
   constexpr uintptr_t kAlignment = 64;
+  constexpr int64_t kSteps = 64;  // along K
   const auto alike = [](const at::Tensor& matrix) {
     const at::Tensor dense = matrix.contiguous();
     const auto address = reinterpret_cast<uintptr_t>(dense.const_data_ptr());
     return address % kAlignment == 0 ? dense : dense.clone();
   };
-  const auto block_of = [](const at::Tensor& rows) {
-    at::Tensor block = at::empty({kBlock, rows.size(1)}, rows.options());
-    block.narrow(0, 0, rows.size(0)).copy_(rows);
-    if (rows.size(0) < kBlock) block.narrow(0, rows.size(0), kBlock - rows.size(0)).zero_();
-    return block;
+  // With zeros after its rows and columns.
+  const auto padded = [](const at::Tensor& matrix, int64_t rows, int64_t columns) {
+    at::Tensor wide = at::zeros({rows, columns}, matrix.options());
+    wide.narrow(0, 0, matrix.size(0)).narrow(1, 0, matrix.size(1)).copy_(matrix);
+    return wide;
   };
+  const auto block_of = [&](const at::Tensor& rows) { return padded(rows, kBlock, rows.size(1)); };
   OpCall by_block = call;
   by_block.weights.front() = alike(call.weight());
+  // Some CPUs' GEMMs of 16 bits read past a row's end, and multiply what is there, NaN too, by zero.
+  const int64_t k = call.problem.k == 0 ? 0 : call.weight().size(1);
+  const int64_t whole_k = (k + kSteps - 1) / kSteps * kSteps;
+  const bool pads = whole_k > k && call.input.is_cpu() && !call.scales;
+  if (pads) by_block.weights.front() = padded(call.weight(), call.weight().size(0), whole_k);
   const bool scales_of_rows = call.scales && call.scales->recipe != plan::Recipe::kTensor;
   at::Tensor output = at::empty({rows, call.problem.n}, call.output_options());
   for (int64_t begin = 0; begin < rows; begin += kBlock) {
     const int64_t count = std::min(kBlock, rows - begin);
     at::Tensor scales = call.scales ? call.scales->of_rows(begin, count) : at::Tensor();
     if (scales_of_rows) scales = block_of(scales);
-    const at::Tensor input = block_of(call.input.narrow(0, begin, count));
+    const at::Tensor own = call.input.narrow(0, begin, count);
+    const at::Tensor input = pads ? padded(own, kBlock, whole_k) : block_of(own);
     const at::Tensor product = local_gemm(by_block, input, scales, 0, false);
     output.narrow(0, begin, count).copy_(product.narrow(0, 0, count));
   }
   return output;
 }
 
+// The sum of 1, 2, 4 or 8 terms: pairs, pairs of pairs and so on, each sum rounded to their type.
+at::Tensor sum_by_pairs(std::vector<at::Tensor> terms) {
+  for (; terms.size() > 1; terms.resize(terms.size() / 2)) {
+    for (size_t i = 0; 2 * i < terms.size(); ++i) terms[i] = terms[2 * i] + terms[2 * i + 1];
+  }
+  return terms.front();
+}
+
+// Each row as Invariance asks for it.
+at::Tensor invariant_product(const OpCall& call, int64_t rows) {
+  const int64_t groups = plan::k_groups(call.problem);
+  if (groups == 0 || call.problem.k == 0) return gemm_by_blocks(call, rows);
+  if (const auto product = product_in_groups(call, rows)) return *product;
+  const int64_t k = call.problem.k / groups;
+  std::vector<at::Tensor> products;
+  for (int64_t group = 0; group < groups; ++group) {
+    OpCall of_group = call;
+    of_group.input = call.input.narrow(1, group * k, k);
+    of_group.weights.front() = call.weight().narrow(1, group * k, k);
+    products.push_back(gemm_by_blocks(of_group, rows));
+  }
+  return sum_by_pairs(std::move(products));
+}
+
 }  // namespace
 
 at::Tensor local_gemm(const OpCall& call, int64_t count, bool with_bias) {
   if (call.problem.invariance != plan::Invariance::kNone) {
-    at::Tensor output = gemm_by_blocks(call, count);
+    at::Tensor output = invariant_product(call, count);
     if (with_bias && call.bias().has_value()) output.add_(*call.bias());
     return output;
   }
@@ -105,7 +137,8 @@ at::Tensor invariant_composition(const OpCall& call) {
       const std::vector<int64_t> parts(static_cast<size_t>(ranks), rows / ranks);
       cpu::all_to_all(*call.group, all, terms, parts, parts, 0).wait();
     }
-    output = sum_in_order(all, ranks);
+    output = plan::adds_by_pairs(call.problem) ? sum_by_pairs(all.chunk(ranks))
+                                               : sum_in_order(all, ranks);
   }
   if (call.bias().has_value()) output.add_(*call.bias());
   return output;

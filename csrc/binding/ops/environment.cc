@@ -13,7 +13,7 @@
 namespace overlap::binding {
 namespace {
 
-// Its place in `allowed`, which is two words; or `otherwise`, if it is not set.
+// True for the second of two words; or `otherwise`, if it is not set.
 bool read_choice(const char* name, const std::string& first, const std::string& second,
                  bool otherwise) {
   const char* text = std::getenv(name);
@@ -21,6 +21,17 @@ bool read_choice(const char* name, const std::string& first, const std::string& 
   TORCH_CHECK_VALUE(text == first || text == second, "overlap_torch: ", name, " is '", text,
                     "'; it must be ", first, " or ", second);
   return text == second;
+}
+
+plan::Invariance read_invariance(const char* name) {
+  using plan::Invariance;
+  const char* text = std::getenv(name);
+  if (text == nullptr) return Invariance::kNone;
+  for (const Invariance one : {Invariance::kNone, Invariance::kBatch, Invariance::kWorld}) {
+    if (text == std::string(plan::name(one))) return one;
+  }
+  TORCH_CHECK_VALUE(false, "overlap_torch: ", name, " is '", text,
+                    "'; it must be none, batch or world");
 }
 
 std::optional<std::chrono::milliseconds> read_seconds(const char* name) {
@@ -54,9 +65,7 @@ Environment read_environment() {
   read.timeout = read_seconds("OVERLAP_TIMEOUT_S");
   read.abort_on_failure = read_choice("OVERLAP_ON_FAILURE", "raise", "abort", false);
   read.log_plans = read_choice("OVERLAP_LOG", "none", "plans", false);
-  if (read_choice("OVERLAP_INVARIANCE", "none", "batch", false)) {
-    read.invariance = plan::Invariance::kBatch;
-  }
+  read.invariance = read_invariance("OVERLAP_INVARIANCE");
   read.profile = read_profile("OVERLAP_PROFILE");
   // Whoever keeps NCCL from the GPUs' access to each other has a reason that holds here, too.
   const char* p2p_disabled = std::getenv("NCCL_P2P_DISABLE");

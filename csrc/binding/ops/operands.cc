@@ -101,13 +101,25 @@ OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> w
   return call;
 }
 
-plan::Invariance to_invariance(const char* op, const std::optional<std::string>& given) {
-  if (!given) return environment().invariance;
-  if (*given == "batch") return plan::Invariance::kBatch;
-  TORCH_CHECK_VALUE(
-      *given == "none", op, ": invariance is '", *given,
-      "'; allowed are None, which leaves it to OVERLAP_INVARIANCE, 'none' and 'batch'");
-  return plan::Invariance::kNone;
+void set_invariance(plan::Problem& problem, const char* op,
+                    const std::optional<std::string>& given) {
+  using plan::Invariance;
+  problem.invariance = environment().invariance;
+  if (given) {
+    const std::array all = {Invariance::kNone, Invariance::kBatch, Invariance::kWorld};
+    const auto* const asked = std::find_if(
+        all.begin(), all.end(), [&](Invariance one) { return *given == plan::name(one); });
+    TORCH_CHECK_VALUE(asked != all.end(), op, ": invariance is '", *given,
+                      "'; allowed are None, which leaves it to OVERLAP_INVARIANCE, 'none', 'batch' "
+                      "and 'world'");
+    problem.invariance = *asked;
+  }
+  if (problem.invariance != Invariance::kWorld) return;
+  try {
+    plan::check_problem(problem);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, op, ": ", error.what());
+  }
 }
 
 int64_t row_dim(plan::Op op, const at::Tensor& input, int64_t dim) {

@@ -18,8 +18,10 @@ OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> w
                  std::vector<std::optional<at::Tensor>> biases, const std::string& group_name,
                  const GivenScales* scales = nullptr);
 
-// The invariance that a call of `op` asks for by name; where it names none, OVERLAP_INVARIANCE's.
-plan::Invariance to_invariance(const char* op, const std::optional<std::string>& given);
+// Gives the problem of a call the invariance that it asks for by name; where it names none, OVERLAP_INVARIANCE's.
+// ValueError for an unknown one, and for a problem that cannot have it.
+void set_invariance(plan::Problem& problem, const char* op,
+                    const std::optional<std::string>& given);
 
 // The dim that is cut between the ranks, counted from the front: input must have it apart from K.
 int64_t row_dim(plan::Op op, const at::Tensor& input, int64_t dim = 0);

@@ -48,7 +48,7 @@ at::Tensor reduced(plan::Op op, const at::Tensor& input, const at::Tensor& weigh
   const bool scatters = plan::traits(op).scatters();
   const int64_t dim = scatters ? row_dim(op, input, given_dim) : 0;
   OpCall call = make_call(op, input, {weight}, {bias}, group_name, scales);
-  call.problem.invariance = to_invariance(plan::name(op), invariance);
+  set_invariance(call.problem, plan::name(op), invariance);
   const plan::Problem& problem = call.problem;
   const int64_t parts = plan::op_row_parts(problem);
   if (scatters) set_blocks(call, input, dim);

@@ -54,7 +54,7 @@ std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64
   const bool scaled = problem.recipe != plan::Recipe::kNone;
   problem.output_dtype = to_plan_dtype(output_dtype.value_or(scaled ? at::kBFloat16 : dtype));
   problem.fast_accum = fast_accum;
-  if (problem.traits().sums()) problem.invariance = to_invariance("plan_for", invariance);
+  if (problem.traits().sums()) set_invariance(problem, "plan_for", invariance);
   plan::check_problem(problem);
   return plan::encode(group->plan(problem, device.type(), machine_of(group, device))->plan);
 }
@@ -70,11 +70,11 @@ void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_
                     ", which this build or device does not have: ", machine.to_string());
   plan::check_serial(plan, machine);
   const auto planned = group->planned(plan.problem, device.type(), machine);
-  TORCH_CHECK_VALUE(plan.problem.invariance == plan::Invariance::kNone || plan == planned ||
-                        (plan::is_batch_invariant(plan) &&
-                         plan::is_sm90(plan.kernel) == plan::is_sm90(planned.kernel)),
-                    "set_plan: the plan ", plan.to_string(), " has other bits than the planner's, ",
-                    planned.to_string(), "; take one of such a kernel");
+  TORCH_CHECK_VALUE(
+      plan.problem.invariance == plan::Invariance::kNone || plan == planned ||
+          (plan::is_invariant(plan) && plan::is_sm90(plan.kernel) == plan::is_sm90(planned.kernel)),
+      "set_plan: the plan ", plan.to_string(), " has other bits than the planner's, ",
+      planned.to_string(), "; take one of such a kernel");
   TORCH_CHECK_VALUE(!plan::over_peers(plan) || plan.clique > 0 || machine.peer_gbps > 0.0,
                     "set_plan: the plan's transport is peer, but the ranks of this group do not "
                     "map each other's memory; use nccl",

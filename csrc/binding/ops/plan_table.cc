@@ -105,9 +105,8 @@ Expectation expect(const Tally& tally) {
     expected.sequence_us = sequence_us;
   }
   if (expected.overlaps) return expected;
-  if (tally.problem.invariance != plan::Invariance::kNone &&
-      !plan::is_batch_invariant(*tally.plan)) {
-    expected.why = "no plan is batch-invariant here: the composition adds gathered terms" +
+  if (tally.problem.invariance != plan::Invariance::kNone && !plan::is_invariant(*tally.plan)) {
+    expected.why = "no plan is invariant here: the composition adds gathered terms" +
                    obstacles(tally.problem, tally.machine);
   } else if (!tally.by_planner) {
     expected.why = "set_plan chose it";

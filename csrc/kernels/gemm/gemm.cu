@@ -15,6 +15,7 @@
 #include "kernels/gemm/gemm_sm80.h"
 #endif
 #if defined(OVERLAP_WITH_SM90)
+#include "kernels/gemm/few_rows.h"
 #include "kernels/gemm/gemm_sm90_instance.h"
 #include "kernels/moe/grouped_gemm.h"
 #endif
@@ -52,55 +53,66 @@ bool peers_supported(const GemmParams& params) {
 }
 
 template <plan::Kernel kKernel, plan::DType kDType>
-GemmSm90Instance of_kernel(bool peers) {
+GemmSm90Instance of_kernel(bool peers, bool in_groups) {
+  if constexpr (kKernel == plan::Kernel::kSm90Pingpong && !plan::is_fp8(kDType)) {
+    if (in_groups) {
+      return peers ? gemm_sm90_instance<kKernel, kDType, true, true>()
+                   : gemm_sm90_instance<kKernel, kDType, false, true>();
+    }
+  }
+  if (in_groups) return {};
   if constexpr (plan::is_pingpong(kKernel)) {
-    return peers ? gemm_sm90_instance<kKernel, kDType, true>()
-                 : gemm_sm90_instance<kKernel, kDType, false>();
+    return peers ? gemm_sm90_instance<kKernel, kDType, true, false>()
+                 : gemm_sm90_instance<kKernel, kDType, false, false>();
   } else if constexpr (!plan::is_fp8(kDType)) {
-    if (!peers) return gemm_sm90_instance<kKernel, kDType, false>();
+    if (!peers) return gemm_sm90_instance<kKernel, kDType, false, false>();
   }
   return {};
 }
 
 template <plan::DType kDType>
-GemmSm90Instance of_dtype(plan::Kernel kernel, bool peers) {
+GemmSm90Instance of_dtype(plan::Kernel kernel, bool peers, bool in_groups) {
   switch (kernel) {
     case plan::Kernel::kSm90PingpongWide:
-      return of_kernel<plan::Kernel::kSm90PingpongWide, kDType>(peers);
+      return of_kernel<plan::Kernel::kSm90PingpongWide, kDType>(peers, in_groups);
     case plan::Kernel::kSm90Cooperative:
-      return of_kernel<plan::Kernel::kSm90Cooperative, kDType>(peers);
+      return of_kernel<plan::Kernel::kSm90Cooperative, kDType>(peers, in_groups);
     default:
-      return of_kernel<plan::Kernel::kSm90Pingpong, kDType>(peers);
+      return of_kernel<plan::Kernel::kSm90Pingpong, kDType>(peers, in_groups);
   }
 }
 
 // Empty where this build has none (OVERLAP_DTYPES).
-GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peers) {
+GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peers, bool in_groups) {
   switch (dtype) {
 #if defined(OVERLAP_WITH_SM90_BF16)
     case plan::DType::kBFloat16:
-      return of_dtype<plan::DType::kBFloat16>(kernel, peers);
+      return of_dtype<plan::DType::kBFloat16>(kernel, peers, in_groups);
 #endif
 #if defined(OVERLAP_WITH_SM90_FP16)
     case plan::DType::kFloat16:
-      return of_dtype<plan::DType::kFloat16>(kernel, peers);
+      return of_dtype<plan::DType::kFloat16>(kernel, peers, in_groups);
 #endif
 #if defined(OVERLAP_WITH_SM90_E4M3)
     case plan::DType::kFloat8E4M3:
-      return of_dtype<plan::DType::kFloat8E4M3>(kernel, peers);
+      return of_dtype<plan::DType::kFloat8E4M3>(kernel, peers, in_groups);
 #endif
 #if defined(OVERLAP_WITH_SM90_E5M2)
     case plan::DType::kFloat8E5M2:
-      return of_dtype<plan::DType::kFloat8E5M2>(kernel, peers);
+      return of_dtype<plan::DType::kFloat8E5M2>(kernel, peers, in_groups);
 #endif
     default:
       return {};
   }
 }
 
+GemmSm90Instance sm90_instance(plan::Kernel kernel, const GemmParams& params) {
+  return sm90_instance(kernel, params.dtype, params.peers.has_value(), params.groups.count > 0);
+}
+
 // A build may lack the data type; an fp8 operand has scales, and a weight of e4m3.
 bool types_supported(plan::Kernel kernel, const GemmParams& params) {
-  if (sm90_instance(kernel, params.dtype, params.peers.has_value()).launch == nullptr) return false;
+  if (sm90_instance(kernel, params).launch == nullptr) return false;
   if (!plan::is_fp8(params.dtype)) return !params.scales;
   if (!params.scales || !params.weight_k_contiguous) return false;
   const GemmScales& scales = *params.scales;
@@ -121,6 +133,9 @@ bool gemm_sm90_supported(plan::Kernel kernel, const GemmParams& params) {
   if (params.peers && !peers_supported(params)) return false;
   const bool adds_terms = params.peers && params.peers->terms != nullptr;
   if (adds_terms && kernel != plan::Kernel::kSm90Pingpong) return false;
+  if (params.groups.count > 0 && params.k % (params.groups.count * plan::kGroupStep) != 0) {
+    return false;
+  }
   const bool row_major = params.layout == plan::Layout::kRowMajor;
   return is_aligned(params.input) && is_aligned(params.weight) && is_aligned(params.output) &&
          (!params.gather || is_aligned(params.gather->own_input)) &&
@@ -135,9 +150,11 @@ cudaError_t load_sm90_kernels() {
     for (const DType dtype :
          {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2}) {
       for (const bool peers : {false, true}) {
-        const GemmSm90Instance instance = sm90_instance(kernel, dtype, peers);
-        const cudaError_t error = instance.load ? instance.load() : cudaSuccess;
-        if (error != cudaSuccess) return error;
+        for (const bool in_groups : {false, true}) {
+          const GemmSm90Instance instance = sm90_instance(kernel, dtype, peers, in_groups);
+          const cudaError_t error = instance.load ? instance.load() : cudaSuccess;
+          if (error != cudaSuccess) return error;
+        }
       }
     }
   }
@@ -187,7 +204,7 @@ cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStrea
     case plan::Kernel::kSm90Pingpong:
     case plan::Kernel::kSm90PingpongWide:
     case plan::Kernel::kSm90Cooperative:
-      return sm90_instance(kernel, params.dtype, params.peers.has_value()).launch(params, stream);
+      return sm90_instance(kernel, params).launch(params, stream);
 #endif
     default:
       return cudaErrorNotSupported;
@@ -215,6 +232,7 @@ cudaError_t load_kernels() {
   }
   if (error == cudaSuccess && major == 9) error = load_sm90_kernels();
   if (error == cudaSuccess && major == 9) error = load_grouped_gemm_sm90();
+  if (error == cudaSuccess && major == 9) error = load_few_rows_kernels();
 #endif
   return error;
 }

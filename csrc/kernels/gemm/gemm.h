@@ -27,6 +27,23 @@ struct GemmScales {
   int64_t weight_stride = 0;      // 0: one number
 };
 
+// K in `count` equal groups, each of whole 64s: a group's product is rounded to the output's type, and products are added
+// by pairs, pairs of pairs and so on, each sum rounded. Only kSm90Pingpong of 16-bit types multiplies in groups.
+struct GemmGroups {
+  int32_t count =
+      0;  // 1, 2, 4 or 8; 0: K in one sum, which is not rounded before a source is added
+  void* memory = nullptr;  // group_sums_bytes(ctas, count), of this launch alone
+};
+inline constexpr int64_t kGroupSumBytes = 32 << 10;  // a tile's sums
+// Sums of each team of a CTA that wait for their partner beside the one in registers.
+constexpr int32_t group_levels(int32_t count) {
+  return count == 8 ? 2 : count == 4 ? 1 : 0;
+}
+constexpr int64_t group_sums_bytes(int32_t ctas, int32_t count) {
+  constexpr int32_t kTeams = 2;
+  return kGroupSumBytes * kTeams * ctas * group_levels(count);
+}
+
 struct GemmOperands {
   int64_t m = 0;  // rows of the input
   int64_t n = 0;
@@ -39,6 +56,7 @@ struct GemmOperands {
   int64_t weight_stride = 0;  // elements between the vectors along the dim that is not contiguous
   bool weight_k_contiguous = true;   // false: contiguous along n
   std::optional<GemmScales> scales;  // of fp8
+  GemmGroups groups;
 };
 
 // Where the product goes.

@@ -38,10 +38,12 @@ struct GemmSm90 : GemmSm90Body<GemmSm90Types<kKernel, Operands, false>> {
         : params_(params),
           index_(params.first_tile + static_cast<int32_t>(blockIdx.x) +
                  turn * static_cast<int32_t>(gridDim.x)),
-          step_(step * static_cast<int32_t>(gridDim.x)) {}
+          step_(step * static_cast<int32_t>(gridDim.x)),
+          first_(turn == 0) {}
     CUTLASS_DEVICE bool next(Step& step) {
       if (index_ >= params_.end_tile) return false;
       step = {index_, plan::tile_coord(params_.order, index_)};
+      step.alone = first_ && index_ + static_cast<int32_t>(gridDim.x) >= params_.end_tile;
       index_ += step_;
       return true;
     }
@@ -50,6 +52,7 @@ struct GemmSm90 : GemmSm90Body<GemmSm90Types<kKernel, Operands, false>> {
     const Params& params_;
     int32_t index_;
     const int32_t step_;
+    const bool first_;
   };
 
   // Where their operands begin, and which chunk of rows that arrive they belong to.

@@ -9,6 +9,9 @@
 //   producer | load 0 | load 1 | load 2 | load 3 | ...  (TMA, as far ahead as memory allows)
 //   team 0   |        | mma 0  | store 0, signal | mma 2 | ...
 //   team 1   |                 | mma 1  | store 1, signal | ...
+// With groups of K (ping-pong) the teams alternate groups of two tiles:
+//   team 0   | mma 0 | add   | mma 0 | add   | ... | store 0, signal
+//   team 1   |       | mma 1 | add   | mma 1 | ... | add | store 1, signal
 #pragma once
 
 #include "kernels/gemm/early_launch.cuh"
@@ -18,10 +21,10 @@
 
 namespace overlap::kernels {
 
-// The parameters of every kernel of these types. The scaling's parameters are a base, which takes no place where
-// there are none: host and device do not agree on where members lie after an empty one of [[no_unique_address]].
+// The parameters of every kernel of these types. Scaling's and groups' are bases, which take no place where there are
+// none: host and device do not agree on where members lie after an empty one of [[no_unique_address]].
 template <class Types>
-struct GemmSm90Params : Types::Scaling::Params {
+struct GemmSm90Params : Types::Scaling::Params, Types::Groups::Params {
   static constexpr int kMaxOutputs = Types::kForPeers ? 1 + kMaxMoreOutputs : 1;
 
   typename Types::Mainloop::Params mainloop;
@@ -131,17 +134,35 @@ struct GemmSm90Body : Types {
     const auto [m, n, k, l] = params.gemm_shape;
     const auto rows = params.mainloop.tma_load_a.get_tma_tensor(cute::make_shape(m, k, l));
     auto state = cutlass::make_producer_start_state<MainloopPipeline>();
-    for (typename Places::Place place; places.next(place);) {
+    // Loads `count` of the tile's steps along K.
+    const auto load_steps = [&](const typename Places::Place& place, int32_t row, int first,
+                                int count) {
       // The tile's input rows may begin anywhere: tiles are cut from there on.
-      const auto input = cute::local_tile(
-          cute::domain_offset(cute::make_coord(rows_of(place), 0, 0), rows), TileShape{},
-          cute::make_coord(cute::_, cute::_, cute::_), cute::Step<cute::_1, cute::X, cute::_1>{});
+      const auto input = cute::local_tile(cute::domain_offset(cute::make_coord(row, 0, 0), rows),
+                                          TileShape{}, cute::make_coord(cute::_, cute::_, cute::_),
+                                          cute::Step<cute::_1, cute::X, cute::_1>{});
       mainloop.load(mainloop_of(place), pipeline, state,
                     cute::make_tuple(input, cute::get<1>(inputs)),
                     cute::make_coord(0, place.column, cute::_, 0),
-                    cute::make_coord_iterator(k_tiles), k_tiles, cutlass::canonical_lane_idx(),
+                    cute::make_coord_iterator(first, k_tiles), count, cutlass::canonical_lane_idx(),
                     cute::block_rank_in_cluster(), shared.tensors.mainloop);
-      state.advance(k_tiles);
+      state.advance(count);
+    };
+    if constexpr (Types::Groups::kInGroups) {
+      const int count = k_tiles / params.count;
+      for (typename Places::Place place[kTeams]; places.next(place[0]);) {
+        const bool alone = !places.next(place[1]);
+        const int32_t row[kTeams] = {rows_of(place[0]), alone ? 0 : rows_of(place[1])};
+        for (int group = 0; group < params.count; ++group) {
+          load_steps(place[0], row[0], group * count, count);
+          if (!alone) load_steps(place[1], row[1], group * count, count);
+        }
+        if (alone) break;
+      }
+    } else {
+      for (typename Places::Place place; places.next(place);) {
+        load_steps(place, rows_of(place), 0, k_tiles);
+      }
     }
     // The other CTA of the cluster may still multicast into this one's shared memory: leave after
     // its last arrival.
@@ -149,6 +170,59 @@ struct GemmSm90Body : Types {
   }
 
   // --- the consumers ---
+
+  // Turns of teams that alternate within a tile.
+  CUTLASS_DEVICE static void await_turn(int team) {
+    cutlass::arch::NamedBarrier::sync(2 * kTeamThreads, static_cast<uint32_t>(team));
+  }
+  CUTLASS_DEVICE static void pass_turn(int team) {
+    cutlass::arch::NamedBarrier::arrive(2 * kTeamThreads, static_cast<uint32_t>(1 - team));
+  }
+
+  // Steps along K that a team multiplies before it is the other one's turn.
+  template <class Params>
+  CUTLASS_DEVICE static int begin_turns(const Params& params, int k_tiles, int team) {
+    if constexpr (Types::Groups::kInGroups) {
+      if (team == 1) pass_turn(team);
+      return k_tiles / params.count;
+    }
+    return k_tiles;
+  }
+
+  // A tile's sums, of K in groups. One team multiplies while the other one adds. A team that waited for its loads out of
+  // turn could take the other one's for them: a stage's barrier tells only odd uses from even ones.
+  template <class Params, class Sums>
+  CUTLASS_DEVICE static void multiply_groups(const Params& params, SharedStorage& shared,
+                                             MainloopPipeline& pipeline,
+                                             typename Mainloop::PipelineState& state,
+                                             const Step& step, int team, int thread, int k_tiles,
+                                             Sums& sums) {
+    Mainloop mainloop;
+    TiledMma tiled_mma;
+    typename Types::Groups groups(params, team, thread);
+    for (int32_t group = 0; group < params.count; ++group) {
+      auto product = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
+      if (!step.alone || group == 0) await_turn(team);
+      mainloop.mma(pipeline, state, product, k_tiles, thread, shared.tensors.mainloop,
+                   params.mainloop);
+      if (!step.alone) pass_turn(team);
+      mainloop.mma_tail(pipeline, state, k_tiles);
+      state.advance(k_tiles * (step.alone ? 1 : kTeams));
+      groups.add(product, group);
+    }
+    groups.put_into(sums);
+  }
+
+  // The team's first warp issued all its bulk stores, so this warp alone must see them complete; it is idle until its next
+  // tile anyway. Signal [A]: wait_counter acquires what is released here.
+  template <class Params>
+  CUTLASS_DEVICE static void signal_chunk(const Params& params, const Step& step) {
+    wait_bulk_stores_complete();
+    if (cutlass::canonical_lane_idx() == 0) {
+      signal_release_gpu(params.counters + plan::tile_chunk(params.order, step.index));
+    }
+    __syncwarp();
+  }
 
   // Multiplies and stores a team's tiles. By all of the team: `before_store(step, place, sums, thread)`, which may
   // change the sums; by its first warp, which issued the bulk stores, behind those: `behind_store(step, place)`.
@@ -174,18 +248,25 @@ struct GemmSm90Body : Types {
     typename Mainloop::PipelineState mainloop_state;
     typename Epilogue::LoadPipelineState load_state;
     auto store_state = cutlass::make_producer_start_state<StorePipeline>();
-    mainloop_state.advance(team * k_tiles);
+    const int turn_tiles = begin_turns(params, k_tiles, team);
+    mainloop_state.advance(team * turn_tiles);
     store_state.advance(team * kStores);
     int32_t sources = 0;  // tiles of sources that this team read or skipped
 
     for (Step step; tiles.next(step);) {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
       if constexpr (kTeams > 1) order.wait();
-      mainloop.mma(pipeline, mainloop_state, accumulators, k_tiles, thread, shared.tensors.mainloop,
-                   params.mainloop);
-      if constexpr (kTeams > 1) order.arrive();
-      mainloop.mma_tail(pipeline, mainloop_state, k_tiles);
-      mainloop_state.advance(k_tiles * kTeams);
+      if constexpr (Types::Groups::kInGroups) {
+        order.arrive();
+        multiply_groups(params, shared, pipeline, mainloop_state, step, team, thread, turn_tiles,
+                        accumulators);
+      } else {
+        mainloop.mma(pipeline, mainloop_state, accumulators, k_tiles, thread,
+                     shared.tensors.mainloop, params.mainloop);
+        if constexpr (kTeams > 1) order.arrive();
+        mainloop.mma_tail(pipeline, mainloop_state, k_tiles);
+        mainloop_state.advance(k_tiles * kTeams);
+      }
       typename Types::Scaling(params, step.coord, thread).scale(accumulators);
 
       const plan::TileRowPlace rows = params.place(step.coord.row);
@@ -217,17 +298,10 @@ struct GemmSm90Body : Types {
       }
       if (has_source) sources = step.sources + 1;
 
-      // The team's first warp issued all its bulk stores, so this warp alone must see them
-      // complete; it is idle until its next tile anyway. Signal [A]: wait_counter acquires what is
-      // released here.
-      if (params.counters != nullptr && thread < cutlass::NumThreadsPerWarp) {
-        wait_bulk_stores_complete();
-        if (cutlass::canonical_lane_idx() == 0) {
-          signal_release_gpu(params.counters + plan::tile_chunk(params.order, step.index));
-        }
-        __syncwarp();
+      if (thread < cutlass::NumThreadsPerWarp) {
+        if (params.counters != nullptr) signal_chunk(params, step);
+        behind_store(step, rows);
       }
-      if (thread < cutlass::NumThreadsPerWarp) behind_store(step, rows);
     }
   }
 

@@ -12,8 +12,9 @@ struct GemmSm90Instance {
 };
 
 // kDType is the input's type; an fp8 input has scales, and its weight is e4m3. kPeers adds a source to the product, or
-// stores several outputs; ping-pong kernels have it. gemm_instance_sm90.cu instantiates what a build holds.
-template <plan::Kernel kKernel, plan::DType kDType, bool kPeers>
+// stores several outputs; ping-pong kernels have it. kInGroups multiplies K in groups. gemm_instance_sm90.cu instantiates
+// what a build holds.
+template <plan::Kernel kKernel, plan::DType kDType, bool kPeers, bool kInGroups>
 GemmSm90Instance gemm_sm90_instance();
 
 }  // namespace overlap::kernels

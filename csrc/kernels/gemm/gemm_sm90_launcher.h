@@ -45,6 +45,9 @@ class GemmSm90ParamsOf {
     params.mainloop = mainloop(gemm_.input, std::max(gemm_.m, gemm_.input_rows));
     using Scales = typename Gemm::Types::Scaling::Params;
     if constexpr (!std::is_empty_v<Scales>) static_cast<Scales&>(params) = *gemm_.scales;
+    if constexpr (Gemm::Types::Groups::kInGroups) {
+      static_cast<GemmGroups&>(params) = gemm_.groups;
+    }
     if constexpr (Gemm::Types::kForPeers) {
       for_peers(params);
     } else {
@@ -241,10 +244,12 @@ using GemmSm90Of =
     std::conditional_t<kPeers, GemmSm90Peers<kKernel, Operands>, GemmSm90<kKernel, Operands>>;
 
 // Both weight layouts of one kernel and dtype.
-template <plan::Kernel kKernel, class Element, bool kPeers = false>
+template <plan::Kernel kKernel, class Element, bool kPeers, bool kInGroups>
 GemmSm90Instance make_gemm_sm90_instance() {
-  using KContiguous = GemmSm90Launcher<GemmSm90Of<kKernel, PlainOperands<Element, true>, kPeers>>;
-  using NContiguous = GemmSm90Launcher<GemmSm90Of<kKernel, PlainOperands<Element, false>, kPeers>>;
+  using KContiguous =
+      GemmSm90Launcher<GemmSm90Of<kKernel, PlainOperands<Element, true, kInGroups>, kPeers>>;
+  using NContiguous =
+      GemmSm90Launcher<GemmSm90Of<kKernel, PlainOperands<Element, false, kInGroups>, kPeers>>;
   GemmSm90Instance instance;
   instance.launch = [](const GemmParams& params, cudaStream_t stream) {
     return params.weight_k_contiguous ? KContiguous::launch(params, stream)

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "kernels/gemm/gemm_sm90_body.h"
+#include "kernels/peer/pair_sum.cuh"
 
 namespace overlap::kernels {
 
@@ -112,18 +113,23 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
    public:
     CUTLASS_DEVICE Tiles(const Params& params, SharedStorage& shared, int turn, int step,
                          bool begins = false)
-        : order_(params.order), reader_(shared.feed, turn, step, begins) {}
+        : order_(params.order),
+          reader_(shared.feed, turn, step, begins),
+          first_of_pairs_(turn == 0 && step == kTeams) {}
     CUTLASS_DEVICE bool next(Step& step) {
-      const TileFeed::Entry entry = reader_.next();
+      bool alone = false;
+      const bool looks = Types::Groups::kInGroups && first_of_pairs_;
+      const TileFeed::Entry entry = reader_.next(looks ? &alone : nullptr);
       if (entry.index == TileFeed::kEnd) return false;
       const int32_t index = entry.index + static_cast<int32_t>(cute::block_rank_in_cluster());
-      step = {index, plan::tile_coord(order_, index), entry.sources};
+      step = {index, plan::tile_coord(order_, index), entry.sources, alone};
       return true;
     }
 
    private:
     const plan::TileOrder& order_;
     TileFeed::Reader reader_;
+    const bool first_of_pairs_;
   };
 
   // Reads what is fed for the warp that loads.
@@ -252,8 +258,8 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
     copier.finish();
   }
 
-  // A tile's sum of the ranks' terms, each rounded to the output's type, in the ranks' order: so a row's bits do not
-  // depend on its owner. Threads have the sums that wgmma leaves them: of every eight columns two next to each other, of
+  // A tile's sum of the ranks' terms, each rounded to the output's type, in the ranks' order or, of groups of K, by pairs:
+  // so a row's bits do not depend on its owner. Threads have the sums that wgmma leaves them: of every eight columns two next to each other, of
   // every 64 rows two of each warp's 16.
   template <class Sums>
   CUTLASS_DEVICE static void add_terms(const Params& params, const Step& step,
@@ -262,8 +268,8 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
     constexpr int kSlabRows = 64;
     constexpr int kPieceColumns = 8;
     constexpr int kPieces = Types::kTileN / kPieceColumns;
-    constexpr int kAtOnce =
-        8;  // loads in flight of each thread: wide tiles have no registers for any
+    // Loads in flight of each thread. Wide tiles have no registers for any, and sums by pairs take many.
+    constexpr int kAtOnce = Types::Groups::kInGroups ? 4 : 8;
     static_assert(kPieces % kAtOnce == 0);
     const PeerTiles& tiles = params.tiles;
     const int lane = thread % cutlass::NumThreadsPerWarp;
@@ -282,7 +288,8 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
       const bool is_stored = row < terms.rows;
       CUTLASS_PRAGMA_UNROLL
       for (int begin = 0; begin < kPieces; begin += kAtOnce) {
-        float total[kAtOnce][2] = {};
+        float total[2 * kAtOnce] = {};
+        [[maybe_unused]] PairSum<2 * kAtOnce> pairs;
         for (int rank = 0; rank < tiles.ranks; ++rank) {
           Output term[kAtOnce][2];
           if (rank == tiles.rank) {
@@ -305,15 +312,29 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
               *reinterpret_cast<uint32_t*>(term[i]) = pair;
             }
           }
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < 2 * kAtOnce; ++i) {
-            total[i / 2][i % 2] += static_cast<float>(term[i / 2][i % 2]);
+          if constexpr (Types::Groups::kInGroups) {
+            float terms[2 * kAtOnce];
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < 2 * kAtOnce; ++i) {
+              terms[i] = static_cast<float>(term[i / 2][i % 2]);
+            }
+            pairs.add(terms, rank,
+                      [](float sum) { return static_cast<float>(static_cast<Output>(sum)); });
+          } else {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < 2 * kAtOnce; ++i) {
+              total[i] += static_cast<float>(term[i / 2][i % 2]);
+            }
           }
         }
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2 * kAtOnce; ++i) {
           const auto at = cute::make_coord(cute::make_coord(i % 2, j % 2, begin + i / 2), j / 2, 0);
-          sums(at) = total[i / 2][i % 2];
+          if constexpr (Types::Groups::kInGroups) {
+            sums(at) = pairs.value[i];
+          } else {
+            sums(at) = total[i];
+          }
         }
       }
     }

@@ -74,6 +74,8 @@ struct ScaledOperands {
   static constexpr bool kFp8 = true;
   template <class Types>
   using Scaling = TileScales<Types>;
+  template <class Types>
+  using Groups = OneGroup<Types>;
 };
 
 template <plan::Kernel kKernel, class InputElement, bool kPeers = false>

@@ -18,6 +18,7 @@
 #include "kernels/gemm/bulk_copier.cuh"
 #include "kernels/gemm/gemm.h"
 #include "kernels/gemm/gemm_sm90_epilogue.h"
+#include "kernels/gemm/gemm_sm90_groups.h"
 #include "kernels/gemm/tile_feed.cuh"
 
 namespace overlap::kernels {
@@ -33,7 +34,7 @@ struct Unscaled {
 };
 
 // Operands of one 16-bit type. gemm_sm90_scales.h has those of fp8.
-template <class Element, bool kKContiguous>
+template <class Element, bool kKContiguous, bool kInGroups = false>
 struct PlainOperands {
   using Input = Element;
   using Weight = Element;
@@ -42,6 +43,8 @@ struct PlainOperands {
   static constexpr bool kFp8 = false;
   template <class Types>
   using Scaling = Unscaled<Types>;
+  template <class Types>
+  using Groups = std::conditional_t<kInGroups, GroupSums<Types>, OneGroup<Types>>;
 };
 
 template <plan::Kernel kKernel, class Operands, bool kPeers>
@@ -51,6 +54,7 @@ struct GemmSm90Types {
   using Output = typename Operands::Output;
   static constexpr bool kWeightKContiguous = Operands::kWeightKContiguous;
   using Scaling = typename Operands::template Scaling<GemmSm90Types>;
+  using Groups = typename Operands::template Groups<GemmSm90Types>;
   static constexpr bool kPingpong = plan::is_pingpong(kKernel);
   static constexpr bool kWide = kKernel == plan::Kernel::kSm90PingpongWide;
   static constexpr bool kForPeers = kPeers;
@@ -112,8 +116,9 @@ struct GemmSm90Types {
   static constexpr int kFeedWarp = 2;
   static constexpr int kPlaceWarp = 3;
   // A consumer holds its accumulators in registers; the producer gives its registers away.
-  static constexpr uint32_t kProducerRegisters = kWide ? 24 : 40;
-  static constexpr uint32_t kConsumerRegisters = kWide ? 240 : 232;
+  static constexpr bool kCrowded = kWide || Groups::kInGroups;
+  static constexpr uint32_t kProducerRegisters = kCrowded ? 24 : 40;
+  static constexpr uint32_t kConsumerRegisters = kCrowded ? 240 : 232;
   // A launch gets 168 a thread; who takes more than others gave away waits for ever.
   static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 
@@ -143,6 +148,7 @@ struct GemmSm90Types {
     int32_t index;
     plan::TileCoord coord;
     int32_t sources = 0;  // tiles with a source that come before
+    bool alone = false;   // the other team has no tile at the same time
   };
 };
 

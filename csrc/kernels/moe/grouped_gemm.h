@@ -34,6 +34,8 @@ struct GroupedGemmParams {
   const void* weight = nullptr;
   const void* up_weight = nullptr;
   bool turned = false;
+  bool k_slices =
+      false;  // kRows, not turned: the weight is [n, experts * k], of which each expert has k columns
   int64_t n = 0;  // a multiple of 8
   // kRows and kGate, not turned: rows and weights are float8_e4m3fn, k and n multiples of 16, the element bfloat16. Rows are packed
   // (PackParams). The weights' scales are [experts, n], and sums are multiplied by both scales. Or rows have scales `by_blocks`, and the

@@ -398,8 +398,9 @@ bool make_maps(KernelParams& params) {
   const bool weights = gemm.form == GroupedForm::kWeights;
   const auto make_weight = [&](CUtensorMap& map, const void* weight) {
     if (weights) return maps.make(map, weight, gemm.k, gemm.rows);
-    return gemm.turned ? maps.make(map, weight, gemm.n, gemm.k, gemm.gate.experts)
-                       : maps.make(map, weight, gemm.k, gemm.n * gemm.gate.experts);
+    if (gemm.turned) return maps.make(map, weight, gemm.n, gemm.k, gemm.gate.experts);
+    return gemm.k_slices ? maps.make(map, weight, gemm.k * gemm.gate.experts, gemm.n)
+                         : maps.make(map, weight, gemm.k, gemm.n * gemm.gate.experts);
   };
   const int64_t width = weights ? gemm.n : gemm.k;
   return maps.make(params.input, gemm.input, width, gemm.rows, 0, after) &&
@@ -444,6 +445,8 @@ cudaError_t launch_grouped_gemm_sm90(const GroupedGemmParams& gemm, cudaStream_t
   const int64_t columns = gated ? kHalf : kTile;  // of the output
   params.column_pairs =
       static_cast<int32_t>((gate.width + kCluster * columns - 1) / (kCluster * columns));
+  params.expert_rows = gemm.k_slices ? 0 : static_cast<int32_t>(gemm.n);
+  params.expert_k = gemm.k_slices ? static_cast<int32_t>(gemm.k) : 0;
   if (!make_maps(params)) return cudaErrorInvalidValue;
   const int64_t blocks = weights ? gate.experts * ((gemm.n + kTile - 1) / kTile)
                                  : (gemm.rows + kTile - 1) / kTile + gate.experts;

@@ -45,6 +45,8 @@ struct KernelParams {
   int32_t step;          // columns of weights from tile to tile
   int32_t second;        // the first column of the second half of tile 0
   int32_t column_pairs;  // cluster tiles of columns
+  int32_t expert_rows;   // from an expert's weight to the next one's
+  int32_t expert_k;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -162,6 +164,8 @@ __device__ __forceinline__ void load_tile(const KernelParams& params, Shared& sh
   const int rank = cluster_rank();
   const int row = place.first_row + rank * kHalf;
   const int column = (place.pair * kCluster + rank) * params.step;
+  const int expert_row = place.expert * params.expert_rows;
+  const int expert_k = place.expert * params.expert_k;
 #pragma unroll(kRows == kTile ? 4 : 1)
   for (int step = 0; step < steps; ++step) {
     await(&shared.empty[turn.stage], turn.parity ^ 1);
@@ -187,7 +191,7 @@ __device__ __forceinline__ void load_tile(const KernelParams& params, Shared& sh
       } else if constexpr (kTurned) {
         load_box(map, to, full, from, k, place.expert);
       } else {
-        load_box(map, to, full, k, static_cast<int>(place.expert * params.gemm.n) + from);
+        load_box(map, to, full, expert_k + k, expert_row + from);
       }
     }
     turn.next();

@@ -9,14 +9,14 @@ namespace overlap::kernels {
 namespace {
 
 // The own piece, into the output and, if it is gathered, into the peers' memory.
-template <class T, bool kForward>
+template <class T, bool kForward, bool kByPairs>
 __device__ __forceinline__ void reduce(const PeerCollectiveParams& params) {
   constexpr int kVector = kPeerAccessBytes / sizeof(T);
   const int64_t count = params.count[params.rank];
   void* const output =
       static_cast<uint4*>(params.output) + (kForward ? params.rank * params.stride : 0);
   for_each_batch(count, [&](int64_t first, int64_t step) {
-    Sum<T, kVector> sums[kBatch];
+    Sum<T, kVector, kByPairs> sums[kBatch];
     for (int rank = 0; rank < params.ranks; ++rank) {
       const void* source = rank == params.rank ? params.own : params.received[rank];
       uint4 terms[kBatch];
@@ -27,7 +27,7 @@ __device__ __forceinline__ void reduce(const PeerCollectiveParams& params) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (first + i * step < count) {
-          sums[i].add(bits_as<Access<T, kVector>>(terms[i]));
+          sums[i].add(bits_as<Access<T, kVector>>(terms[i]), rank);
         }
       }
     }
@@ -76,7 +76,7 @@ __device__ __forceinline__ void meet(const PeerCollectiveParams& params, int ste
   __syncthreads();
 }
 
-template <class T, bool kReduces, bool kGathers>
+template <class T, bool kReduces, bool kGathers, bool kByPairs>
 __global__ void __launch_bounds__(kThreads, 1)
     peer_collective_kernel(const __grid_constant__ PeerCollectiveParams params) {
   wait_for_previous_kernel();
@@ -98,32 +98,47 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Where the kernel before sent, one flag stands for all blocks.
   meet(params, 0, sends ? block : 0, params.tag + calls + 1);
   if constexpr (kReduces) {
-    reduce<T, kGathers>(params);
+    reduce<T, kGathers, kByPairs>(params);
     if constexpr (kGathers) meet(params, 1, block, params.tag + calls + 1);
   }
   if constexpr (kGathers) gather<kReduces>(params);
   end_call(params, calls);
 }
 
+using Kernel = void (*)(PeerCollectiveParams);
+
+template <class T>
+Kernel kernel_for(bool reduces, bool gathers, bool by_pairs) {
+  if (!reduces) return peer_collective_kernel<T, false, true, false>;
+  if constexpr (sizeof(T) == 2) {
+    if (by_pairs) {
+      return gathers ? peer_collective_kernel<T, true, true, true>
+                     : peer_collective_kernel<T, true, false, true>;
+    }
+  }
+  return gathers ? peer_collective_kernel<T, true, true, false>
+                 : peer_collective_kernel<T, true, false, false>;
+}
+
 template <class T>
 cudaError_t launch_collective(const PeerCollectiveParams& params, cudaStream_t stream) {
   const int blocks = blocks_for(*std::max_element(params.count, params.count + params.ranks),
                                 kMaxCollectiveBlocks);
-  if (!params.reduces) {
-    return launch(peer_collective_kernel<T, false, true>, blocks, params, stream);
-  }
-  return params.gathers ? launch(peer_collective_kernel<T, true, true>, blocks, params, stream)
-                        : launch(peer_collective_kernel<T, true, false>, blocks, params, stream);
+  return launch(kernel_for<T>(params.reduces, params.gathers, params.by_pairs), blocks, params,
+                stream);
 }
 
 template <class T>
 cudaError_t load() {
   cudaFuncAttributes attributes;  // asking for them loads the kernel
-  for (const cudaError_t error :
-       {cudaFuncGetAttributes(&attributes, peer_collective_kernel<T, true, true>),
-        cudaFuncGetAttributes(&attributes, peer_collective_kernel<T, true, false>),
-        cudaFuncGetAttributes(&attributes, peer_collective_kernel<T, false, true>)}) {
-    if (error != cudaSuccess) return error;
+  for (const bool reduces : {false, true}) {
+    for (const bool gathers : {false, true}) {
+      for (const bool by_pairs : {false, true}) {
+        const cudaError_t error =
+            cudaFuncGetAttributes(&attributes, kernel_for<T>(reduces, gathers, by_pairs));
+        if (error != cudaSuccess) return error;
+      }
+    }
   }
   return cudaSuccess;
 }

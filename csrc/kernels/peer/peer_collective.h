@@ -44,6 +44,7 @@ struct PeerCollectiveParams : PeerMeeting {
   plan::DType dtype = plan::DType::kBFloat16;
   bool reduces = false;
   bool gathers = false;
+  bool by_pairs = false;  // terms of 16 bits are added by pairs (pair_sum.cuh)
 
   // In accesses of 16 bytes: the piece of each rank, and the distance between pieces in the output.
   int64_t count[kMaxPeers] = {};

@@ -52,19 +52,21 @@ struct Share {
 };
 
 // All ranks' terms of a unit, whose place in the buffers is `place`.
-template <class T>
+template <class T, bool kByPairs>
 __device__ __forceinline__ Unit sum_unit(const PeerLowLatencyParams& params, const Share& share,
                                          int64_t unit, int64_t place) {
   constexpr int kVector = sizeof(uint32_t) / sizeof(T);
   const Unit own = own_unit(params, unit, share.call.number());
-  Sum<T, kVector> sums[kUnitWords];
+  Sum<T, kVector, kByPairs> sums[kUnitWords];
   for (int rank = 0; rank < params.ranks; ++rank) {
     Unit term = own;
     if (rank != params.rank) {
       term = wait_for_unit(share.call.from(rank), place, share.call.number(), rank, params);
     }
 #pragma unroll
-    for (int w = 0; w < kUnitWords; ++w) sums[w].add(bits_as<Access<T, kVector>>(term.word[w]));
+    for (int w = 0; w < kUnitWords; ++w) {
+      sums[w].add(bits_as<Access<T, kVector>>(term.word[w]), rank);
+    }
   }
   Unit result = {};
 #pragma unroll
@@ -78,7 +80,7 @@ __device__ __forceinline__ Unit sum_unit(const PeerLowLatencyParams& params, con
   return result;
 }
 
-template <class T>
+template <class T, bool kByPairs>
 __device__ __forceinline__ void in_one_step(const PeerLowLatencyParams& params,
                                             const Share& share) {
   // All is on its way before anything is waited for.
@@ -90,12 +92,12 @@ __device__ __forceinline__ void in_one_step(const PeerLowLatencyParams& params,
     }
   }
   for (int64_t unit = share.begin; unit < share.units; unit += share.step) {
-    write_unit(params, unit, sum_unit<T>(params, share, unit, unit));
+    write_unit(params, unit, sum_unit<T, kByPairs>(params, share, unit, unit));
   }
 }
 
 // A buffer holds the writer's terms of the owner's piece, and after them the sums of the writer's piece.
-template <class T>
+template <class T, bool kByPairs>
 __device__ __forceinline__ void in_pieces(const PeerLowLatencyParams& params, const Share& share) {
   const int64_t piece = (share.units + params.ranks - 1) / params.ranks;
   const auto each_of = [&](int rank, auto body) {
@@ -112,7 +114,7 @@ __device__ __forceinline__ void in_pieces(const PeerLowLatencyParams& params, co
     });
   }
   each_of(params.rank, [&](int64_t unit, int64_t place) {
-    const Unit sums = sum_unit<T>(params, share, unit, place);
+    const Unit sums = sum_unit<T, kByPairs>(params, share, unit, place);
     for (int distance = 1; distance < params.ranks; ++distance) {
       store_unit(share.call.to((params.rank + distance) % params.ranks), piece + place, sums);
     }
@@ -128,7 +130,7 @@ __device__ __forceinline__ void in_pieces(const PeerLowLatencyParams& params, co
   }
 }
 
-template <class T, bool kInPieces>
+template <class T, bool kInPieces, bool kByPairs>
 __global__ void __launch_bounds__(kThreads, 2)
     peer_low_latency_kernel(const __grid_constant__ PeerLowLatencyParams params) {
   wait_for_previous_kernel();
@@ -136,32 +138,46 @@ __global__ void __launch_bounds__(kThreads, 2)
                     int64_t{blockIdx.x} * kThreads + threadIdx.x, int64_t{gridDim.x} * kThreads};
   share.call.announce();
   if constexpr (kInPieces) {
-    in_pieces<T>(params, share);
+    in_pieces<T, kByPairs>(params, share);
   } else {
-    in_one_step<T>(params, share);
+    in_one_step<T, kByPairs>(params, share);
   }
   share.call.compare(share.call.look());
   share.call.count();
 }
 
 template <class T>
+auto kernel_for(bool in_pieces, bool by_pairs) {
+  if constexpr (sizeof(T) == 2) {
+    if (by_pairs) {
+      return in_pieces ? peer_low_latency_kernel<T, true, true>
+                       : peer_low_latency_kernel<T, false, true>;
+    }
+  }
+  return in_pieces ? peer_low_latency_kernel<T, true, false>
+                   : peer_low_latency_kernel<T, false, false>;
+}
+
+template <class T>
 cudaError_t launch_all_reduce(const PeerLowLatencyParams& params, cudaStream_t stream) {
   const int64_t bytes = params.words * static_cast<int64_t>(sizeof(uint32_t));
-  if (params.in_pieces) {
-    return launch(peer_low_latency_kernel<T, true>,
-                  blocks_for(low_latency_piece(bytes, params.ranks), kMaxPeerBlocks), params,
-                  stream);
-  }
-  return launch(peer_low_latency_kernel<T, false>,
-                blocks_for(low_latency_units(bytes), kMaxPeerBlocks), params, stream);
+  const int64_t units =
+      params.in_pieces ? low_latency_piece(bytes, params.ranks) : low_latency_units(bytes);
+  return launch(kernel_for<T>(params.in_pieces, params.by_pairs), blocks_for(units, kMaxPeerBlocks),
+                params, stream);
 }
 
 template <class T>
 cudaError_t load() {
   cudaFuncAttributes attributes;  // asking for them loads the kernel
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, peer_low_latency_kernel<T, false>);
-  if (error != cudaSuccess) return error;
-  return cudaFuncGetAttributes(&attributes, peer_low_latency_kernel<T, true>);
+  for (const bool in_pieces : {false, true}) {
+    for (const bool by_pairs : {false, true}) {
+      const cudaError_t error =
+          cudaFuncGetAttributes(&attributes, kernel_for<T>(in_pieces, by_pairs));
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
 }
 
 }  // namespace

@@ -53,6 +53,7 @@ struct UnitPeers {
 struct PeerLowLatencyParams : UnitPeers {
   plan::DType dtype = plan::DType::kBFloat16;
   bool in_pieces = false;
+  bool by_pairs = false;      // terms of 16 bits are added by pairs (pair_sum.cuh)
   int64_t words = 0;          // of 4 bytes
   const void* own = nullptr;  // this rank's term
   void* output = nullptr;     // may be `own`

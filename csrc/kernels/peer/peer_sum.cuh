@@ -2,10 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/chunk/element.cuh"
+#include "kernels/peer/pair_sum.cuh"
 
 namespace overlap::kernels {
+
+struct Nothing {};
 
 template <class T, int kVector>
 __device__ __forceinline__ Access<T, kVector> add_bias(Access<T, kVector> value, const void* bias,
@@ -19,13 +23,28 @@ __device__ __forceinline__ Access<T, kVector> add_bias(Access<T, kVector> value,
   return value;
 }
 
-template <class T, int kVector>
+// kByPairs: by pairs; else in order, rounded once.
+template <class T, int kVector, bool kByPairs>
 struct Sum {
   float value[kVector] = {};
+  std::conditional_t<kByPairs, PairSum<kVector>, Nothing> pairs;
 
-  __device__ __forceinline__ void add(const Access<T, kVector>& term) {
+  __device__ __forceinline__ void add(const Access<T, kVector>& term, int rank) {
+    if constexpr (kByPairs) {
+      float terms[kVector];
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) value[e] += to_float(term.element[e]);
+      for (int e = 0; e < kVector; ++e) terms[e] = to_float(term.element[e]);
+      pairs.add(terms, rank, [](float sum) {
+        T rounded;
+        round_to(sum, rounded);
+        return to_float(rounded);
+      });
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) value[e] = pairs.value[e];
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) value[e] += to_float(term.element[e]);
+    }
   }
   // Rounded before the bias is added, as the unfused composition rounds it.
   __device__ __forceinline__ Access<T, kVector> rounded(const void* bias, int64_t index,
