@@ -1,4 +1,4 @@
-"""Attention of a cut sequence beside its parts one after the other: Ulysses, a gather, and PyTorch's ring; and the attention alone.
+"""Attention over a cut sequence beside its parts one after the other: Ulysses, a gather, and PyTorch's ring; and only the attention.
 
 ``--ours`` names this op's variants: ``chosen``; ``nccl``; or PxC, head parts P in C chunks over peers.
 """
@@ -21,8 +21,8 @@ import overlap_torch
 from overlap_torch._tools.launch import current_device
 from overlap_torch._torch_versions import context_parallel_module
 
-from .measure import Stopwatch, Times
-from .study import Study, add_models, check_close, model_cases, pass_of, prepare_models
+from .measure import MODES, Stopwatch, Times
+from .study import Option, Study, check_close, model_cases, model_rows, pass_of
 from .tables import table
 
 WIDTH = 128
@@ -174,14 +174,9 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
             for mine in others:  # a rounding of bf16
                 check_close(f"{name}, {total} tokens:", mine, first, 0.02)
         for mode in args.modes:
-            times = watch.compare(mode, list(variants.values()), args.repeats)
-            yield {
-                "model": name,
-                "tokens": total,
-                "backward": backward,
-                "mode": mode,
-                "times": {key: one.as_dict() for key, one in zip(variants, times, strict=True)},
-            }
+            times = watch.named(mode, variants, args.repeats)
+            found = {"model": name, "tokens": total, "backward": backward, "mode": mode}
+            yield found | {"times": {key: one.as_dict() for key, one in times.items()}}
 
 
 def _line(row: dict) -> str:
@@ -196,18 +191,11 @@ def _line(row: dict) -> str:
     return table(head, rows) + "\n"
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    add_models(parser, MODELS, "of the whole sequence")
-    parser.set_defaults(tokens=[8192, 32768])
-    parser.add_argument("--modes", default="call,row")
-    parser.add_argument("--cut", default="contiguous", choices=["contiguous", "zigzag"])
-    parser.add_argument("--ours", default="nccl,chosen")
-    parser.add_argument("--repeats", type=int, default=9)
-
-
-def _prepare(args: argparse.Namespace) -> None:
-    args.modes, args.ours = args.modes.split(","), args.ours.split(",")
-    prepare_models(args, MODELS)
-
-
-STUDY = Study(_options, _rows, _line, lambda rows, args: "", _prepare)
+OPTIONS = (
+    *model_rows(MODELS, "of the whole sequence", [8192, 32768]),
+    Option("--modes", default="call,row", allowed=MODES),
+    Option("--cut", default="contiguous", choices=["contiguous", "zigzag"]),
+    Option("--ours", default="nccl,chosen", check=lambda text, args: text.split(",")),
+    Option("--repeats", type=int, default=9),
+)
+STUDY = Study(OPTIONS, _rows, _line)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -22,8 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from . import measure, report, styled
-from .options import Options
+from . import measure, report, styled, tables
 from .shapes import Block
 
 MODES = ("call", "row")  # a training step is no graph
@@ -240,16 +240,14 @@ def right(block: Block, operands: Operands, variants: Sequence[styled.Styles]) -
     return [bool((error <= allowed).all()) for error in found]
 
 
-def run(
-    options: Options, writer: report.Writer, stopwatch: measure.Stopwatch, block: Block
-) -> bool:
-    """Checks and times one block; whether its results were right. Collective."""
-    dtype = getattr(torch, options.dtype)
+def rows(args: Namespace, stopwatch: measure.Stopwatch, block: Block) -> Iterator[tables.Row]:
+    """Checks and times one block. Collective."""
+    dtype = getattr(torch, args.dtype)
     operands = Operands.draw(block, dtype, stopwatch.device)
-    baselines = {"styles": styled.PYTORCH} if "pytorch" in options.baselines else {}
+    baselines = {"styles": styled.PYTORCH} if "pytorch" in args.baselines else {}
     styles = [styled.OVERLAP, *baselines.values()]
     checked, baselines_checked = None, {}
-    if options.check:
+    if not args.no_check:
         checked, *others = right(block, operands, styles)
         baselines_checked = dict(zip(baselines, others, strict=True))
 
@@ -263,14 +261,13 @@ def run(
     variants = [variant(by_sequence()), *map(by_styles, modules)]
     bounds = _bounds(stopwatch, operands, variant)
     fields = {"block" if key == "name" else key: value for key, value in asdict(block).items()}
-    subject = report.Subject(op="block", group=block.name, label=str(block), fields=fields)
-    for mode in (mode for mode in options.modes if mode in MODES):
-        sequence, op, *others = stopwatch.compare(mode, variants, options.repeats(mode))
+    subject = report.Subject(args, op="block", group=block.name, label=str(block), fields=fields)
+    for mode in (mode for mode in args.modes if mode in MODES):
+        sequence, op, *others = stopwatch.compare(mode, variants, measure.repeats_of(args, mode))
         timed = report.Timed(
             sequence, op, dict(zip(baselines, others, strict=True)), baselines_checked
         )
-        writer.measurement(subject, mode, timed, checked, bounds=bounds)
-    return checked is not False
+        yield report.measurement(subject, mode, timed, checked, bounds=bounds)
 
 
 def _bounds(

@@ -32,7 +32,7 @@ from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParalle
 
 from .measure import Stopwatch, Times
 from .shapes import Block, parse_blocks
-from .study import Study, check_close, numbers
+from .study import Option, Study, check_close, numbers
 from .tables import table
 
 EAGER = ("PyTorch", "overlap", "overlap, norms")
@@ -183,7 +183,7 @@ def _rows(args: argparse.Namespace) -> Iterator[list[str]]:
     for block in args.blocks:
         for sequences in args.sequences:
             names = EAGER + (COMPILED if sequences in args.compiled else ())
-            variants, right = [], None
+            variants, right = {}, None
             with torch.no_grad():
                 for name in names:
                     tokens = torch.arange(sequences, device=device)[:, None] % args.vocabulary
@@ -192,9 +192,9 @@ def _rows(args: argparse.Namespace) -> Iterator[list[str]]:
                     right = logits if right is None else right
                     check_close(f"{name}: the logits are", logits, right, MAX_ERROR)
                     _check_fused(name, model, args)
-                    variants.append(functools.partial(_step, model, tokens))
-                times = watch.compare(mode, variants, args.repeats)
-            yield from _lines(block, sequences, dict(zip(names, times, strict=True)))
+                    variants[name] = functools.partial(_step, model, tokens)
+                times = watch.named(mode, variants, args.repeats)
+            yield from _lines(block, sequences, times)
             del variants, model
             torch.compiler.reset()
 
@@ -207,18 +207,21 @@ def _lines(block: Block, sequences: int, times: dict[str, Times]) -> Iterator[li
         yield [block.name, str(sequences), name, time.spread(), second, *ratios]
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--blocks", default="llama3-8b@1024,llama3-70b@1024", help="MODEL@POSITIONS and so on")
-    add("--layers", type=int, default=4)
-    add("--vocabulary", type=int, default=32768)
-    add("--sequences", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
-    add("--compiled", type=numbers, default=[16], help="sequences at which compiled ones run, too")
-    add("--repeats", type=int, default=9)
-
-
-def _prepare(args: argparse.Namespace) -> None:
-    args.blocks = parse_blocks(args.blocks)
+OPTIONS = (
+    Option(
+        "--blocks",
+        default="llama3-8b@1024,llama3-70b@1024",
+        check=lambda text, args: parse_blocks(text),
+        help="MODEL@POSITIONS and so on",
+    ),
+    Option("--layers", type=int, default=4),
+    Option("--vocabulary", type=int, default=32768),
+    Option("--sequences", type=numbers, default=[1, 2, 4, 8, 16, 32, 64]),
+    Option(
+        "--compiled", type=numbers, default=[16], help="sequences at which compiled ones run, too"
+    ),
+    Option("--repeats", type=int, default=9),
+)
 
 
 def _summary(found: list[list[str]], args: argparse.Namespace) -> str:
@@ -226,4 +229,4 @@ def _summary(found: list[list[str]], args: argparse.Namespace) -> str:
     return table([*head, "over PyTorch", "over compiled"], found)
 
 
-STUDY = Study(_options, _rows, " | ".join, _summary, _prepare)
+STUDY = Study(OPTIONS, _rows, " | ".join, _summary)

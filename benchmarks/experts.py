@@ -24,7 +24,7 @@ from overlap_torch._moe.scaled import block_quantized
 from overlap_torch._tools.launch import current_device
 
 from .measure import Stopwatch, Times
-from .study import Study, add_models, check_close, model_cases, pass_of, prepare_models
+from .study import Option, Study, check_close, model_cases, model_rows, pass_of
 from .tables import table
 
 
@@ -49,7 +49,7 @@ MODELS = {
 
 # The options of each variant beside the sequence. Over NCCL (gloo on CPU), and as `moe` chooses; `max_rows` leaves a tenth of room.
 OVER_NCCL, LIMITED = {"transport": "nccl"}, {"max_rows": 1.1}
-OPTIONS: dict[str, dict] = {
+IN_CALLS: dict[str, dict] = {
     "moe over NCCL": OVER_NCCL,
     "moe": {},
     "max_rows": LIMITED,
@@ -68,7 +68,7 @@ BOUND = "GEMMs"
 def _names(args: argparse.Namespace) -> list[str]:
     """The columns: what is compared with, `moe`'s variants, and the bound."""
     return (
-        ["gathered", *IN_GRAPHS, BOUND] if args.mode == "graph" else ["sequence", *OPTIONS, BOUND]
+        ["gathered", *IN_GRAPHS, BOUND] if args.mode == "graph" else ["sequence", *IN_CALLS, BOUND]
     )
 
 
@@ -235,7 +235,7 @@ def _variants(
 
         return run
 
-    options = IN_GRAPHS if graph else OPTIONS
+    options = IN_GRAPHS if graph else IN_CALLS
     computations = {"gathered": gathered} if graph else {"sequence": sequence}
     computations |= {name: with_options(each) for name, each in options.items()}
     found = {name: variant(one) for name, one in computations.items()}
@@ -261,13 +261,9 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
         for mine in others:  # a few roundings of bfloat16
             most = {None: 0.02, "rows": 0.03, "blocks": 0.12}[args.fp8]
             check_close(f"{name}, {tokens} tokens: moe is", mine, first, most)
-        times = watch.compare(mode, list(variants.values()), args.repeats)
-        yield {
-            "model": name,
-            "tokens": tokens,
-            "backward": backward,
-            **{key: time.as_dict() for key, time in zip(variants, times, strict=True)},
-        }
+        times = watch.named(mode, variants, args.repeats)
+        found = {"model": name, "tokens": tokens, "backward": backward}
+        yield found | {key: time.as_dict() for key, time in times.items()}
 
 
 def _cells(row: dict, names: list[str]) -> list[str]:
@@ -282,24 +278,24 @@ def _cells(row: dict, names: list[str]) -> list[str]:
     ]
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    add_models(parser, MODELS, "of a rank")
-    parser.set_defaults(tokens=[8192, 1024])
-    parser.add_argument(
+OPTIONS = (
+    *model_rows(MODELS, "of a rank", [8192, 1024]),
+    Option(
         "--routing",
         default="balanced",
         choices=["balanced", "skewed"],
         help="skewed: the chance of the i-th expert falls as 1 / sqrt(i)",
-    )
-    parser.add_argument(
+    ),
+    Option(
         "--fp8",
         nargs="?",
         const="rows",
         choices=["rows", "blocks"],
         help="weights and rows, forward only; blocks: moe's scales, while the sequence has those of rows",
-    )
-    parser.add_argument("--mode", choices=["call", "graph"], default="call")
-    parser.add_argument("--repeats", type=int, default=15)
+    ),
+    Option("--mode", choices=["call", "graph"], default="call"),
+    Option("--repeats", type=int, default=15),
+)
 
 
 def _summary(found: list[dict], args: argparse.Namespace) -> str:
@@ -310,8 +306,8 @@ def _summary(found: list[dict], args: argparse.Namespace) -> str:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    args.passes = "forward" if args.fp8 or args.mode == "graph" else args.passes
-    prepare_models(args, MODELS)
+    if args.fp8 or args.mode == "graph":
+        args.passes = ("forward",)
 
 
-STUDY = Study(_options, _rows, lambda row: "", _summary, _prepare)
+STUDY = Study(OPTIONS, _rows, summary=_summary, prepare=_prepare)

@@ -5,18 +5,19 @@ The framework's is torch.mm, or for fp8 torch._scaled_mm with the same scales an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 
 import torch
 
 from overlap_torch import plan as plan_api
 from overlap_torch._tools import verify
 from overlap_torch.plan import Plan, Problem
-from overlap_torch.plan._names import enum_member
+from overlap_torch.plan._explain import short
+from overlap_torch.plan._names import enum_member, enum_name
 from overlap_torch.plan.types import Collective, Kernel, Layout, Recipe
 
-from . import measure, plans, report, scaled
-from .options import Options
+from . import measure, plans, report, scaled, tables
 from .shapes import Shape
 
 _CHUNKS = 8
@@ -65,54 +66,62 @@ def given_plans(text: str | None, problem: Problem) -> list[Plan]:
     return chosen
 
 
-def run(
-    options: Options, writer: report.Writer, stopwatch: measure.Stopwatch, shape: Shape, group: str
-) -> int:
-    """Checks and times one shape's plans, all in turns with cuBLAS; the number of wrong results. Collective."""
-    device, dtype = stopwatch.device, getattr(torch, options.dtype)
+def rows(
+    args: Namespace, stopwatch: measure.Stopwatch, shape: Shape, group: str
+) -> Iterator[tables.Row]:
+    """Checks and times one shape's plans, all in turns with cuBLAS. Collective."""
+    device, dtype = stopwatch.device, getattr(torch, args.dtype)
     problem = Problem(
         shape.m,
         shape.n,
         shape.k,
-        enum_member(plan_api.types.DType, options.dtype),
+        enum_member(plan_api.types.DType, args.dtype),
         _PLANNED_RANKS,
-        recipe=f"{options.scales}_wise" if options.scales else "none",
-        fast_accum=options.scales is not None,  # the kernels have no other
+        recipe=f"{args.scales}_wise" if args.scales else "none",
+        fast_accum=args.scales is not None,  # the kernels have no other
     )
-    chosen = given_plans(options.plans, problem)
+    chosen = given_plans(args.plan, problem)
     chosen = chosen or default_plans(problem, plan_api.machine(device, group))
     sets = measure.operand_sets(device, (shape.m + shape.n) * shape.k * dtype.itemsize)
-    operands = [_operands(shape, options, dtype, device, seed) for seed in range(sets)]
+    operands = [_operands(shape, args, dtype, device, seed) for seed in range(sets)]
 
     def variant(compute: Callable[..., torch.Tensor], *first: list[int]) -> measure.Variant:
         return lambda turn: compute(*first, *operands[turn % sets])
 
     variants = [variant(_signalling, plan_api.files.encode(plan)) for plan in chosen]
     checked = [
-        exact(plan, dtype, device, options.scales) if options.check else None for plan in chosen
+        None if args.no_check else exact(plan, dtype, device, args.scales) for plan in chosen
     ]
     subject = report.Subject(
-        "gemm", shape.group, str(shape), {"m": shape.m, "n": shape.n, "k": shape.k}
+        args, "gemm", shape.group, str(shape), {"m": shape.m, "n": shape.n, "k": shape.k}
     )
-    for mode in options.modes:
-        repeats = options.repeats(mode)
+    for mode in args.modes:
+        repeats = measure.repeats_of(args, mode)
         samples = stopwatch.samples(mode, [variant(_library), *variants], repeats)
         times = measure.summary(samples)
         for index, (plan, right) in enumerate(zip(chosen, checked, strict=True), start=1):
             ratio = (samples[0, index] / samples[0, 0]).median().item()
-            writer.gemm(subject, mode, times[0], times[index], ratio, plan, right)
-    return checked.count(False)
+            found = {
+                "kernel": enum_name(plan.kernel),
+                "layout": enum_name(plan.layout),
+                "library_us": times[0].as_dict(),
+                "kernel_us": times[index].as_dict(),
+                "ratio": round(ratio, 4),  # the kernel's time over cuBLAS's
+                "checked": right,
+            }
+            text = f"{ratio:.3f} of cuBLAS's time  {short(plan)}"
+            yield subject.row("gemm", mode, found, plan, text)
 
 
 def _operands(
-    shape: Shape, options: Options, dtype: torch.dtype, device: torch.device, seed: int
+    shape: Shape, args: Namespace, dtype: torch.dtype, device: torch.device, seed: int
 ) -> tuple[torch.Tensor, ...]:
     """Normally distributed ones: input and weight, and with scales both of these."""
-    if options.scales is None:
+    if args.scales is None:
         return verify.normal_operands(shape.m, shape.n, shape.k, dtype, device, seed)
     types = (torch.bfloat16, device, seed)
     operands = verify.normal_operands(shape.m, shape.n, shape.k, *types)
-    return scaled.Scaling(options.scales, True).cast(*operands, dtype)
+    return scaled.Scaling(args.scales, True).cast(*operands, dtype)
 
 
 def _library(

@@ -15,7 +15,7 @@ from overlap_torch.plan import Machine, Plan, Problem
 from overlap_torch.plan._explain import H200
 
 from .shapes import Shape, suite_group
-from .study import Study, numbers
+from .study import Option, Study, numbers
 from .tables import table
 
 OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
@@ -62,11 +62,12 @@ def bound(problem: Problem, machine: Machine, gemm_us: float) -> tuple[str, floa
     return max(parts.items(), key=lambda one: one[1])
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hosts", type=numbers, default=[2, 4, 8])
-    parser.add_argument("--ranks-per-host", type=int, default=8)
-    parser.add_argument("--link", type=float, default=450.0, help="GB/s of a GPU on its host")
-    parser.add_argument("--network", type=float, default=50.0, help="GB/s of a GPU between hosts")
+OPTIONS = (
+    Option("--hosts", type=numbers, default=[2, 4, 8]),
+    Option("--ranks-per-host", type=int, default=8),
+    Option("--link", type=float, default=450.0, help="GB/s of a GPU on its host"),
+    Option("--network", type=float, default=50.0, help="GB/s of a GPU between hosts"),
+)
 
 
 def _rows(args: argparse.Namespace) -> Iterator[dict]:
@@ -118,4 +119,4 @@ def _summary(rows: list[dict], args: argparse.Namespace) -> str:
     return table(titles, cells)
 
 
-STUDY = Study(_options, _rows, _line, _summary)
+STUDY = Study(OPTIONS, _rows, _line, _summary)

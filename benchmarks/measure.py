@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -45,6 +46,11 @@ class Times:
 
     def as_dict(self) -> dict[str, float]:
         return {key: round(value, 2) for key, value in asdict(self).items()}
+
+
+def repeats_of(args: Namespace, mode: str) -> int:
+    """How often a mode measures each variant."""
+    return args.repeats if mode == "call" else max(3, args.repeats // 4)
 
 
 def summary(samples: torch.Tensor) -> list[Times]:
@@ -89,6 +95,11 @@ class Stopwatch:
     def compare(self, mode: str, variants: Sequence[Variant], repeats: int) -> list[Times]:
         """Times the variants in turns, `repeats` times each. Collective: all ranks call it with the same arguments."""
         return summary(self.samples(mode, variants, repeats))
+
+    def named(self, mode: str, variants: Mapping[str, Variant], repeats: int) -> dict[str, Times]:
+        """:meth:`compare` of named variants."""
+        times = self.compare(mode, list(variants.values()), repeats)
+        return dict(zip(variants, times, strict=True))
 
     def samples(self, mode: str, variants: Sequence[Variant], repeats: int) -> torch.Tensor:
         """The times that :meth:`compare` sums up: float64 [2, variants, turns], on the device and on the host.

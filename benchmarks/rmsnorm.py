@@ -15,7 +15,7 @@ import overlap_torch
 from overlap_torch._tools.launch import current_device
 
 from .measure import Stopwatch, Times
-from .study import Study, numbers
+from .study import Option, Study, numbers
 from .tables import table
 
 VARIANTS = ("fused", "not fused", "NCCL, compiled norm", "GEMM")
@@ -65,11 +65,9 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
                 worst = max((one - sums[0]).abs().max().item() for one in sums)
                 if not worst < 0.1:  # roundings of bfloat16; NaN fails, too
                     raise RuntimeError(f"{m} x {n}: the sums differ by {worst}")
-                variants = [lambda _, call=call: call() for call in calls.values()]
-                times = watch.compare(args.mode, variants, args.repeats)
-            yield {"m": m, "n": n} | {
-                name: time.as_dict() for name, time in zip(VARIANTS, times, strict=True)
-            }
+                variants = {name: lambda _, call=call: call() for name, call in calls.items()}
+                times = watch.named(args.mode, variants, args.repeats)
+            yield {"m": m, "n": n} | {name: time.as_dict() for name, time in times.items()}
 
 
 def _cells(row: dict) -> list[str]:
@@ -78,13 +76,14 @@ def _cells(row: dict) -> list[str]:
     return [str(row["m"]), str(row["n"]), *spread, f"{times[2].median / times[0].median:.2f}"]
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=numbers, default=[1, 6, 16, 64, 128, 512])
-    parser.add_argument("--columns", type=numbers, default=[4096, 6144, 8192])
-    parser.add_argument("--gemm", action="store_true", help="begin with a GEMM, of K / ranks")
-    parser.add_argument("--k", type=int, default=8192, help="of all ranks")
-    parser.add_argument("--mode", choices=["graph", "call", "row"], default="graph")
-    parser.add_argument("--repeats", type=int, default=15)
+OPTIONS = (
+    Option("--rows", type=numbers, default=[1, 6, 16, 64, 128, 512]),
+    Option("--columns", type=numbers, default=[4096, 6144, 8192]),
+    Option("--gemm", action="store_true", help="begin with a GEMM, of K / ranks"),
+    Option("--k", type=int, default=8192, help="of all ranks"),
+    Option("--mode", choices=["graph", "call", "row"], default="graph"),
+    Option("--repeats", type=int, default=15),
+)
 
 
 def _summary(found: list[dict], args: argparse.Namespace) -> str:
@@ -92,4 +91,4 @@ def _summary(found: list[dict], args: argparse.Namespace) -> str:
     return table(head, [_cells(row) for row in found])
 
 
-STUDY = Study(_options, _rows, lambda row: "", _summary)
+STUDY = Study(OPTIONS, _rows, summary=_summary)

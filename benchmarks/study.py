@@ -6,19 +6,24 @@ import argparse
 import importlib
 import itertools
 import json
+import os
+import pickle
+import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from overlap_torch._tools.launch import Ranks, add_options, launch
+from overlap_torch._tools import bench as bench_entry
+from overlap_torch._tools.launch import Ranks, launch, rank_options
 
 NAMES = {
+    "bench": "each op beside its sequence: python -m overlap_torch bench",
     "tuned": "tuned plans beside the planner's and the sequence, over random problems",
     "experts": "a mixture of experts beside PyTorch's ops one after the other",
     "attention": "attention of a cut sequence beside Ulysses, a gather and a ring",
@@ -30,50 +35,95 @@ NAMES = {
 }
 
 
+class Option:
+    """One option of a study.
+
+    Attributes:
+        allowed: the option is a comma-separated list of these names; its value is a tuple, each name once.
+        check: gives the value that ranks get, from the value and all options, of which those before it are checked; ValueError
+            where they do not go together.
+        arguments: argparse's.
+    """
+
+    def __init__(
+        self,
+        *flags: str,
+        allowed: Sequence[str] = (),
+        check: Callable[[Any, argparse.Namespace], Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        self.flags, self.arguments = flags, arguments
+        self.allowed, self.check = tuple(allowed), check
+        self.name = flags[0].lstrip("-").replace("-", "_")
+
+    def value(self, args: argparse.Namespace) -> Any:
+        """The value that ranks get."""
+        found = getattr(args, self.name)
+        if self.allowed:
+            found = self._listed(found)
+        return self.check(found, args) if self.check else found
+
+    def _listed(self, text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
+        if unknown := [name for name in names if name not in self.allowed]:
+            allowed = ", ".join(self.allowed)
+            raise ValueError(f"{self.flags[0]} takes {allowed}, not {', '.join(unknown)}")
+        if not names and self.arguments["default"]:
+            raise ValueError(f"{self.flags[0]} names no {self.name}")
+        return names
+
+
 @dataclass(frozen=True)
 class Study:
     """How one study goes.
 
     Attributes:
-        options: adds its options to a parser.
+        options: its own options.
         rows: measures, on every rank, and gives a row for each problem or variant.
         line: the text to print for a row at once; "" prints nothing.
         summary: the text to print for all rows.
-        prepare: completes the options before anything starts; ValueError where they are bad.
+        prepare: completes what several options decide, before anything starts; ValueError where they are bad.
+        log: as ``line``, on stderr.
+        json_line: what ``--json`` takes of a row, a line of it at once; without it, all rows in the end.
+        fault: the reason why the study failed, from all rows.
     """
 
-    options: Callable[[argparse.ArgumentParser], None]
+    options: Sequence[Option]
     rows: Callable[[argparse.Namespace], Iterable[Any]]
-    line: Callable[[Any], str]
-    summary: Callable[[list[Any], argparse.Namespace], str]
+    line: Callable[[Any], str] = lambda row: ""
+    summary: Callable[[list[Any], argparse.Namespace], str] = lambda rows, args: ""
     prepare: Callable[[argparse.Namespace], None] = lambda args: None
+    log: Callable[[Any], str] = lambda row: ""
+    json_line: Callable[[Any], dict] | None = None
+    fault: Callable[[list[Any]], str] = lambda rows: ""
 
 
 # --- options that several studies have ------------------------------------------------------------------------
+
+JSON = Option("--json", help="a file for the rows")
+
+
+def rank_rows(world: str = "all GPUs, or 2 on CPU") -> list[Option]:
+    return [Option(flag, **arguments) for flag, arguments in rank_options(world).items()]
 
 
 def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",") if word]
 
 
-def add_models(parser: argparse.ArgumentParser, models: Iterable[str], tokens: str) -> None:
-    """``--models``, ``--tokens`` (``tokens`` says whose) and ``--passes``."""
+def model_rows(models: Iterable[str], whose: str, tokens: list[int]) -> list[Option]:
+    """``--models``, ``--tokens`` and ``--passes``."""
     known = ",".join(name for name in models if name != "tiny")
-    parser.add_argument("--models", default=known, help=f"of {', '.join(models)}")
-    parser.add_argument("--tokens", type=numbers, help=tokens)
-    parser.add_argument("--passes", default="forward,both")
-
-
-def prepare_models(args: argparse.Namespace, models: Collection[str]) -> None:
-    args.models = args.models.split(",")
-    args.passes = [each == "both" for each in args.passes.split(",")]
-    if unknown := set(args.models) - set(models):
-        raise ValueError(f"--models: {', '.join(sorted(unknown))}: choose from {', '.join(models)}")
+    return [
+        Option("--models", default=known, allowed=models, help=f"of {', '.join(models)}"),
+        Option("--tokens", type=numbers, default=tokens, help=whose),
+        Option("--passes", default="forward,both", allowed=("forward", "both")),
+    ]
 
 
 def model_cases(args: argparse.Namespace) -> Iterator[tuple[str, int, bool]]:
     """Each model, number of tokens, and whether backward comes after forward."""
-    return itertools.product(args.models, args.tokens, args.passes)
+    return itertools.product(args.models, args.tokens, [each == "both" for each in args.passes])
 
 
 def check_close(what: str, found: torch.Tensor, right: torch.Tensor, most: float) -> None:
@@ -90,27 +140,65 @@ def pass_of(row: dict) -> str:
 # --- running them ---------------------------------------------------------------------------------------------
 
 
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f".{name}", __package__)
+
+
 def run_rank(args: argparse.Namespace) -> None:
-    """Does the work of each rank."""
-    study = importlib.import_module(f".{args.study}", __package__).STUDY
-    begin = time.monotonic()
+    """Does the work of each rank. Ends the process with status 1 where the study has a fault."""
+    study, first, begin = _module(args.study).STUDY, dist.get_rank() == 0, time.monotonic()
     rows = []
-    first = dist.get_rank() == 0
-    for row in study.rows(args):
-        rows.append(row)
-        if first and (line := study.line(row)):
-            print(line, flush=True)
-    if not first:
-        return
-    if summary := study.summary(rows, args):
-        print(summary)
-    print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    path = (args.json if first else None) or os.devnull
+    with open(1 if path == "-" else path, "w", encoding="utf-8", closefd=path != "-") as file:
+        for row in study.rows(args):
+            rows.append(row)
+            if not first:
+                continue
+            if study.json_line:
+                print(json.dumps(study.json_line(row)), file=file, flush=True)
+            for show, stream in ((study.line, sys.stdout), (study.log, sys.stderr)):
+                if text := show(row):
+                    print(text, file=stream, flush=True)
+        if first:
+            if text := study.summary(rows, args):
+                print(text, flush=True)
+            print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr)
+            if not study.json_line:
+                print(json.dumps(rows, indent=1), file=file)
+    if fault := study.fault(rows):
+        dist.barrier()  # the first rank has printed all
+        print(fault, file=sys.stderr)
+        sys.exit(1)
+
+
+def parse(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    """A study's options as the ranks get them. Ends the process with status 2 where they are bad."""
+    study = _module(name).STUDY
+    program = f"python -m {'overlap_torch bench' if name == 'bench' else f'benchmarks {name}'}"
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=_module(name).__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    own = {row.name for row in study.options}
+    rows = [*study.options, *(row for row in (JSON, *rank_rows()) if row.name not in own)]
+    for row in rows:
+        parser.add_argument(*row.flags, **row.arguments)
+    args = parser.parse_args(argv)
+    args.study, args.command = name, shlex.join([*program.split(), *argv])
+    try:
+        for row in rows:
+            setattr(args, row.name, row.value(args))
+        study.prepare(args)
+        ranks = Ranks.choose(args.world, args.device)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    args.world, args.device = ranks.world_size, ranks.device_type
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one study with the rest of the arguments; returns the exit status."""
+    """Runs one study with the rest of the arguments; returns the exit status: 1 where it has a fault, 2 for bad options."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -118,23 +206,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("study", choices=NAMES)
-    name = parser.parse_args(argv[:1]).study
-    module = importlib.import_module(f".{name}", __package__)
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {name}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    study = module.STUDY
-    study.options(parser)
-    parser.add_argument("--json", help="a file for the rows")
-    add_options(parser)
-    args = parser.parse_args(argv[1:])
-    args.study = name
-    try:
-        study.prepare(args)
-        ranks = Ranks.choose(args.world, args.device)
-    except ValueError as error:
-        parser.error(str(error))
-    args.device = ranks.device_type
-    return launch(ranks, run_rank, args)
+    args = parse(parser.parse_args(argv[:1]).study, argv[1:])
+    return launch(Ranks(args.world, args.device), bench_entry.run_rank, pickle.dumps(args))

@@ -25,7 +25,7 @@ from overlap_torch._tools.launch import current_device
 from overlap_torch.integrations import transformers as integration
 
 from .measure import Stopwatch, Times, Variant
-from .study import Study, check_close
+from .study import Option, Study, check_close
 from .tables import table
 
 WORK = ("prefill", "step", "decode")
@@ -129,9 +129,7 @@ def measured(
         variants = variants_of(what, models, job, device)
         mode = "call" if what == "decode" else "row"
         steps = _NEW if what == "decode" else 1
-        for name, times in zip(
-            variants, watch.compare(mode, list(variants.values()), job.repeats), strict=True
-        ):
+        for name, times in watch.named(mode, variants, job.repeats).items():
             each = {key: us / steps for key, us in asdict(times).items()}
             yield what, name, Times(**each)
 
@@ -159,24 +157,21 @@ def rows(job: argparse.Namespace) -> Iterator[list[str]]:
     yield from lines(measured(models, job, device))
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--hidden", type=int, default=4096)
-    add("--intermediate", type=int, default=14336)
-    add("--heads", type=int, default=32)
-    add("--kv-heads", type=int, default=8)
-    add("--layers", type=int, default=4)
-    add("--vocabulary", type=int, default=32768)
-    add("--tokens", type=int, default=4096, help="of prefill and step")
-    add("--sequences", type=int, default=16, help="of decode")
-    add("--work", default=",".join(WORK), help="comma-separated")
-    add("--repeats", type=int, default=5)
+OPTIONS = (
+    Option("--hidden", type=int, default=4096),
+    Option("--intermediate", type=int, default=14336),
+    Option("--heads", type=int, default=32),
+    Option("--kv-heads", type=int, default=8),
+    Option("--layers", type=int, default=4),
+    Option("--vocabulary", type=int, default=32768),
+    Option("--tokens", type=int, default=4096, help="of prefill and step"),
+    Option("--sequences", type=int, default=16, help="of decode"),
+    Option("--work", default=",".join(WORK), allowed=WORK, help="comma-separated"),
+    Option("--repeats", type=int, default=5),
+)
 
 
 def prepare(args: argparse.Namespace) -> None:
-    args.work = tuple(args.work.split(","))
-    if unknown := set(args.work) - set(WORK):
-        raise ValueError(f"--work: {', '.join(sorted(unknown))}: choose from {', '.join(WORK)}")
     args.sizes = {
         "hidden_size": args.hidden,
         "intermediate_size": args.intermediate,
@@ -192,4 +187,4 @@ def summary(found: list[list[str]], job: argparse.Namespace) -> str:
     return table(["work", "styles", "us (10 to 90 %)", "host, us", "speed-up"], found)
 
 
-STUDY = Study(options, rows, lambda row: "", summary, prepare)
+STUDY = Study(OPTIONS, rows, summary=summary, prepare=prepare)

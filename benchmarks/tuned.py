@@ -29,7 +29,7 @@ from overlap_torch._tune.session import Session, default_session, words
 from overlap_torch.plan import Plan, Problem, machine
 from overlap_torch.plan.templates import make_sequential
 
-from .study import Study
+from .study import Option, Study
 
 NEAR = 1.03  # of the best one's time
 
@@ -159,15 +159,15 @@ def summaries(rows: Sequence[dict[str, Any]], job: argparse.Namespace) -> str:
     return "\n".join(summary(op, own, job.best) for op, own in {**by_op, "all": rows}.items())
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--problems", type=int, default=40, help="of each op (default: 40)")
-    add("--most", type=int, default=4, help="plans beside the sequence")
-    add("--repeats", type=int, default=10, help="turns of tuning")
-    add("--medians", type=int, default=5, help="of which the lowest counts")
-    add("--turns", type=int, default=15, help="behind each median")
-    add("--seed", type=int, default=1)
-    add("--best", type=int, default=0, metavar="N", help="of the first N candidates")
+OPTIONS = (
+    Option("--problems", type=int, default=40, help="of each op (default: 40)"),
+    Option("--most", type=int, default=4, help="plans beside the sequence"),
+    Option("--repeats", type=int, default=10, help="turns of tuning"),
+    Option("--medians", type=int, default=5, help="of which the lowest counts"),
+    Option("--turns", type=int, default=15, help="behind each median"),
+    Option("--seed", type=int, default=1),
+    Option("--best", type=int, default=0, metavar="N", help="of the first N candidates"),
+)
 
 
-STUDY = Study(options, measured, line, summaries)
+STUDY = Study(OPTIONS, measured, line, summaries)

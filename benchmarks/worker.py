@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -17,54 +18,39 @@ from overlap_torch.plan import Problem
 
 from . import block, gemm, losses, measure, plans, report
 from .computations import Case, Computations, cases
-from .options import Options
+from .tables import Row
 
 _BOUND_REPEATS = 5
 
 
-def run(options: Options) -> None:
-    """Measures everything that the options name. Ends the process with status 1 if a result was wrong, or nothing was measured."""
-    if options.replaces_symm_mem:
-        with overlap_torch.replace_symm_mem():
-            _run(options)
-    else:
-        _run(options)
+def rows(args: Namespace) -> Iterator[Row]:
+    """All that the options name: a row of the run, then those of each op and shape."""
+    replaced = overlap_torch.replace_symm_mem() if args.replace_symm_mem else nullcontext()
+    with replaced:
+        yield from _rows(args)
+        overlap_torch.check()
 
 
-def _run(options: Options) -> None:
+def _rows(args: Namespace) -> Iterator[Row]:
     device = current_device()
     group = group_name()
     stopwatch = measure.Stopwatch(device)
-    writer = report.Writer(options, dist.get_rank() == 0)
-    writer.header(device, dist.get_world_size())
-    wrong = 0
-    for op in options.ops:
+    yield report.header(args, device, dist.get_world_size())
+    for op in args.op:
         if op == "block":
-            for sizes in options.blocks:
-                wrong += not block.run(options, writer, stopwatch, sizes)
+            for sizes in args.blocks:
+                yield from block.rows(args, stopwatch, sizes)
                 _release(device)
             continue
         with torch.inference_mode():
-            for shape in options.shapes:
+            for shape in args.shapes:
                 if op == "gemm":
-                    wrong += gemm.run(options, writer, stopwatch, shape, group)
+                    yield from gemm.rows(args, stopwatch, shape, group)
                 else:
                     for case in cases(op, shape, dist.get_world_size()):
-                        wrong += _CaseRun(options, writer, stopwatch, case, group).run()
+                        yield from _CaseRun(args, stopwatch, case, group).rows()
                         _release(device)
                 _release(device)
-    overlap_torch.check()
-    writer.finish()
-    if wrong:
-        print(f"{wrong} result(s) differ from the sequence's", file=sys.stderr)
-        sys.exit(1)
-    if not writer.measured:
-        print(
-            "nothing was measured: no plan of --sweep is for a problem of these ops, shapes, dtype and "
-            f"world size ({dist.get_world_size()})",
-            file=sys.stderr,
-        )
-        sys.exit(1)
 
 
 def _release(device: torch.device) -> None:
@@ -79,14 +65,13 @@ class _CaseRun:
 
     def __init__(
         self,
-        options: Options,
-        writer: report.Writer,
+        args: Namespace,
         stopwatch: measure.Stopwatch,
         case: Case,
         group: str,
     ) -> None:
-        self._options, self._writer, self._stopwatch = options, writer, stopwatch
-        dtype = getattr(torch, options.dtype)
+        self._args, self._stopwatch = args, stopwatch
+        dtype = getattr(torch, args.dtype)
         shape = case.shape
         sizes = {"m": shape.m, "n": shape.n, "k": shape.k}
         self._problem = None
@@ -97,83 +82,78 @@ class _CaseRun:
                 dtype=dtype,
                 world_size=dist.get_world_size(),
                 op=case.op,
-                recipe="none" if options.scales is None else f"{options.scales}_wise",
-                fast_accum=options.fast_accum,
+                recipe="none" if args.scales is None else f"{args.scales}_wise",
+                fast_accum=args.fast_accum,
             )
             self._problem = plans.MeasuredProblem(problem, stopwatch.device, group)
         self._subject = report.Subject(
+            args,
             op=case.op,
             group=f"{shape.group} {case.split}".rstrip(),
             label=str(case),
             fields=sizes | ({"split": case.split} if case.split else {}),
         )
-        how = (options.baselines, options.scales, options.fast_accum)
+        how = (args.baselines, args.scales, args.fast_accum)
         self._computations = Computations(case, dtype, stopwatch.device, group, *how)
-        self._baselines_checked = self._computations.exact_baselines() if options.check else {}
+        self._baselines_checked = {} if args.no_check else self._computations.exact_baselines()
 
-    def run(self) -> int:
-        """Checks and times; returns the number of wrong results. Collective."""
-        problem, options = self._problem, self._options
+    def rows(self) -> Iterator[Row]:
+        """Checks and times. Collective."""
+        problem, args = self._problem, self._args
         if problem is not None:
-            if options.sweep == "candidates":
-                return self._sweep(problem, problem.candidates())
-            if options.sweep:
-                return self._sweep(problem, problem.fitting(options.sweep))
-            if options.plans and (fitting := problem.fitting(options.plans)):
+            if args.sweep:
+                by_planner = args.sweep == "candidates"
+                choice = problem.candidates() if by_planner else problem.fitting(args.sweep)
+                yield from self._sweep(problem, choice)
+                return
+            if args.plan and (fitting := problem.fitting(args.plan)):
                 problem.set(fitting[-1])
+        plan = problem and problem.current()
         checked = self._checked()
         bounds = self._bounds()
-        for mode in options.modes:
-            self._measure(mode, bounds, problem.current() if problem else None, checked)
-        if options.timeline and problem is not None:
-            self._trace(problem.current(), bounds)
-        return int(checked is False)
-
-    def _trace(self, plan: plans.Plan, bounds: report.Bounds) -> None:
-        op = self._computations.variants()[1]
-        lost = losses.record(op, plan, bounds.compute_us, self._stopwatch.device)
-        if lost is not None:
-            self._writer.losses(self._subject, lost, plan)
+        for mode in args.modes:
+            yield self._measured(mode, bounds, plan, checked)
+        if args.timeline and problem is not None:
+            op, device = self._computations.variants()[1], self._stopwatch.device
+            lost = losses.record(op, plan, bounds.compute_us, device)
+            if lost is not None:
+                found = lost.as_dict() | {"op_us": round(lost.op_us, 2)}
+                yield self._subject.row("timeline", "call", found, plan)
 
     def _checked(self) -> bool | None:
-        return self._computations.exact_op() if self._options.check else None
+        return None if self._args.no_check else self._computations.exact_op()
 
     def _bounds(self) -> report.Bounds:
         """The times of the GEMM and the collective alone: overlap cannot beat the longer one."""
         parts = self._stopwatch.compare("row", self._computations.parts(), _BOUND_REPEATS)
         return report.Bounds(*(times.median for times in parts))
 
-    def _measure(
+    def _measured(
         self, mode: str, bounds: report.Bounds, plan: plans.Plan | None, checked: bool | None
-    ) -> float:
-        """One mode, all variants in turns; returns the op's speed-up."""
+    ) -> Row:
+        """One mode, all variants in turns."""
         computations = self._computations
-        sequence, op, *others = self._stopwatch.compare(
-            mode, computations.variants(), self._options.repeats(mode)
-        )
+        repeats = measure.repeats_of(self._args, mode)
+        sequence, op, *others = self._stopwatch.compare(mode, computations.variants(), repeats)
         by_name = dict(zip(computations.baselines, others, strict=True))
         times = report.Timed(sequence, op, by_name, self._baselines_checked)
-        return self._writer.measurement(
-            self._subject, mode, times, checked, bounds=bounds, plan=plan
-        )
+        return report.measurement(self._subject, mode, times, checked, bounds=bounds, plan=plan)
 
-    def _sweep(self, problem: plans.MeasuredProblem, choice: Sequence[plans.Plan]) -> int:
-        """Each plan of the choice beside the sequence; the number of wrong results."""
+    def _sweep(self, problem: plans.MeasuredProblem, choice: Sequence[plans.Plan]) -> Iterator[Row]:
+        """Each plan of the choice beside the sequence, then the best."""
         bounds = self._bounds()
-        wrong = 0
         best: dict[str, tuple[float, plans.Plan]] = {}
         for plan in choice:
             problem.set(plan)
             checked = self._checked()
             if checked is False:
-                wrong += 1
-                self._writer.wrong_plan(self._subject, plan)
+                yield self._subject.wrong(plan)
                 continue
-            for mode in self._options.modes:
-                speedup = self._measure(mode, bounds, plan, checked)
-                if speedup > best.get(mode, (-math.inf, None))[0]:
-                    best[mode] = (speedup, plan)
+            for mode in self._args.modes:
+                row = self._measured(mode, bounds, plan, checked)
+                yield row
+                if row["speedup"] > best.get(mode, (-math.inf, None))[0]:
+                    best[mode] = (row["speedup"], plan)
         problem.clear()
         for mode, (speedup, plan) in best.items():
-            self._writer.best(self._subject, mode, speedup, plan)
-        return wrong
+            yield self._subject.row("best", mode, {"speedup": speedup}, plan)

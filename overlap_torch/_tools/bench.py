@@ -33,14 +33,13 @@ def load() -> ModuleType:
     return module
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Runs ``python -m overlap_torch bench`` with these arguments; returns the exit status."""
     load()
-    return importlib.import_module(f"{_NAME}.cli").main(argv)
+    return importlib.import_module(f"{_NAME}.study").main(["bench", *argv])
 
 
-def run_rank(pickled_options: bytes) -> None:
-    """Runs each rank of a benchmark: a rank can find this function, and its argument, before the benchmark package is
-    loaded."""
+def run_rank(pickled: bytes) -> None:
+    """Runs each rank of a study: a rank can find this function, and its argument, before the benchmark package is loaded."""
     load()
-    importlib.import_module(f"{_NAME}.worker").run(pickle.loads(pickled_options))
+    importlib.import_module(f"{_NAME}.study").run_rank(pickle.loads(pickled))

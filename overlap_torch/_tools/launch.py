@@ -51,12 +51,21 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
-def add_options(parser: argparse.ArgumentParser, world: str = "all GPUs, or 2 on CPU") -> None:
-    """``--world`` and ``--device``, for :meth:`Ranks.choose`; ``world`` says what the default is."""
-    parser.add_argument("--world", type=int, help=f"ranks (default: {world})")
-    parser.add_argument(
-        "--device", choices=["cuda", "cpu"], help="of the ranks (default: cuda if there is a GPU)"
-    )
+def rank_options(world: str = "all GPUs, or 2 on CPU") -> dict[str, dict]:
+    """``--world`` and ``--device`` with argparse's arguments; ``world`` says what the default is."""
+    return {
+        "--world": {"type": int, "help": f"ranks (default: {world})"},
+        "--device": {
+            "choices": ["cuda", "cpu"],
+            "help": "of the ranks (default: cuda if there is a GPU)",
+        },
+    }
+
+
+def add_options(parser: argparse.ArgumentParser, **world: str) -> None:
+    """Adds :func:`rank_options`, for :meth:`Ranks.choose`."""
+    for flag, arguments in rank_options(**world).items():
+        parser.add_argument(flag, **arguments)
 
 
 def launch(ranks: Ranks, worker: Callable[[object], None], argument: object) -> int:

@@ -21,9 +21,9 @@ def bench(name: str) -> ModuleType:
 
 def measure(argv: list[str]) -> None:
     """One rank's part of a benchmark, in a group that exists already. A wrong result raises."""
-    _, options = bench("cli").options_of(argv)
+    args = bench("study").parse("bench", argv)
     try:
-        _bench_entry.run_rank(pickle.dumps(options))
+        _bench_entry.run_rank(pickle.dumps(args))
     except SystemExit as error:
         raise AssertionError(f"the benchmark ended with status {error.code}") from error
 

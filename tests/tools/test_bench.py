@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -99,16 +98,14 @@ def test_bench_measures_fp8_operands(ranks, tmp_path, scales, fast):
 )
 def test_bench_asks_for_scales_of_fp8_and_of_nothing_else(argv, capsys):
     with pytest.raises(SystemExit):
-        bench("cli").options_of(["--op", "gemm_allreduce", "--device", "cpu", *argv])
+        bench("study").parse("bench", ["--device", "cpu", *argv])
     assert "take --scales tensor, row or block" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [[], ["--dtype", "float8_e4m3fn", "--scales", "block"]])
 def test_bench_asks_for_fast_accumulation_of_tensors_and_rows_alone(argv, capsys):
     with pytest.raises(SystemExit):
-        bench("cli").options_of(
-            ["--op", "gemm_allreduce", "--device", "cpu", "--fast-accum", *argv]
-        )
+        bench("study").parse("bench", ["--device", "cpu", "--fast-accum", *argv])
     assert "allowed are tensor and row" in capsys.readouterr().err
 
 
@@ -271,7 +268,7 @@ def test_bench_says_where_the_time_goes(ranks, tmp_path, op):
 
 def test_bench_traces_no_sweep(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        bench("cli").options_of(["--device", "cpu", "--sweep", "--timeline"])
+        bench("study").parse("bench", ["--device", "cpu", "--sweep", "--timeline"])
     assert ended.value.code == 2
     assert "--timeline is for one plan a shape, not for a sweep" in capsys.readouterr().err
 
@@ -334,8 +331,9 @@ def measure_with_gemm(argv: list[str], off_by: float) -> int:
             "CPU",
         )
         # The command line refuses a CPU, as the kernels are CUDA's; a rank measures what it is told to.
-        _, options = bench("cli").options_of(["--device", "cpu", *argv])
-        bench("worker").run(replace(options, ops=("gemm",)))
+        args = bench("study").parse("bench", ["--device", "cpu", *argv])
+        args.op = ("gemm",)
+        bench("study").run_rank(args)
     except SystemExit as error:
         return error.code
     finally:

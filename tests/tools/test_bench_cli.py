@@ -1,8 +1,8 @@
 """The command lines of the benchmark and of its studies, its tables and its plot."""
 
-import argparse
 import json
 import os
+from argparse import Namespace
 
 import pytest
 import torch
@@ -37,9 +37,15 @@ from tests.tools.test_examples import run
 )
 def test_bench_refuses_a_bad_command_line(capsys, argv, message):
     with pytest.raises(SystemExit) as ended:
-        bench("cli").options_of(["--device", "cpu", "--world", "2", *argv])
+        bench("study").parse("bench", ["--device", "cpu", "--world", "2", *argv])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def checked(option: str, text: str, ops: tuple[str, ...], device: str) -> tuple[str, ...]:
+    """An option's value for these ops."""
+    (row,) = (row for row in bench("bench").OPTIONS if row.name == option)
+    return row.value(Namespace(op=ops, device=device, replace_symm_mem=False, **{option: text}))
 
 
 @pytest.mark.parametrize(
@@ -51,17 +57,16 @@ def test_bench_refuses_a_bad_command_line(capsys, argv, message):
 )
 def test_bench_refuses_to_measure_nothing(ops, option, value, message):
     with pytest.raises(ValueError, match=message):
-        getattr(bench("cli"), f"_{option}")(value, tuple(ops.split(",")), False)
+        checked(option, value, tuple(ops.split(",")), "cuda")
 
 
 def test_bench_says_what_is_left_out(capsys):
-    cli = bench("cli")
     ops = ("gemm_allreduce", "block")
-    assert cli._modes("call,graph", ops, True) == ("call",)
-    assert cli._modes("graph", ops, False) == ("graph",)
-    assert cli._baselines("pytorch", (*ops, "gemm_alltoall"), False) == ("pytorch",)
-    assert cli._baselines("pytorch", ops, True) == ("pytorch",)
-    assert cli._baselines("", ops, True) == ()
+    assert checked("modes", "call,graph", ops, "cpu") == ("call",)
+    assert checked("modes", "graph", ops, "cuda") == ("graph",)
+    assert checked("baselines", "pytorch", (*ops, "gemm_alltoall"), "cuda") == ("pytorch",)
+    assert checked("baselines", "pytorch", ops, "cpu") == ("pytorch",)
+    assert checked("baselines", "", ops, "cpu") == ()
     printed = capsys.readouterr().err.splitlines()
     assert printed == [
         "mode graph left out: CUDA graphs need a GPU",
@@ -81,15 +86,15 @@ def test_bench_that_measured_nothing_fails(tmp_path):
 
 def test_bench_all_names_every_op_once():
     argv = ["--device", "cpu", "--op", "gemm_alltoall,all"]
-    _, options = bench("cli").options_of(argv)
-    assert options.ops == ("gemm_alltoall", *SEQUENCES[:3], "block")
+    options = bench("study").parse("bench", argv)
+    assert options.op == ("gemm_alltoall", *SEQUENCES[:3], "block")
     assert options.modes == ("call", "row"), "graphs need a GPU"
 
 
 def test_bench_of_a_slow_link_leaves_faster_ways_alone(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
     monkeypatch.setenv("OVERLAP_PEERS", "1")
-    _, options = bench("cli").options_of(["--device", "cpu", "--slow-link"])
+    options = bench("study").parse("bench", ["--device", "cpu", "--slow-link"])
     assert {(shape.m, shape.k) for shape in options.shapes} == {(4096, 32768), (8192, 32768)}
     assert (os.environ["NCCL_P2P_DISABLE"], os.environ["OVERLAP_PEERS"]) == ("1", "0")
 
@@ -137,8 +142,8 @@ def test_bench_summary_takes_the_median_of_turns():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["experts", "--models", "gpt-5"], "--models: gpt-5: choose from qwen3-235b"),
-        (["attention", "--models", "gpt-5"], "--models: gpt-5: choose from llama-3-8b"),
+        (["experts", "--models", "gpt-5"], "--models takes qwen3-235b"),
+        (["attention", "--models", "gpt-5"], "--models takes llama-3-8b"),
         (["programs"], "argument study: invalid choice: 'programs'"),
     ],
     ids=str,
@@ -151,11 +156,8 @@ def test_studies_say_what_is_allowed(argv, message, capsys):
 
 @pytest.mark.parametrize("name", bench("study").NAMES)
 def test_studies_take_their_own_defaults(name):
-    study, parser = bench(name).STUDY, argparse.ArgumentParser()
-    study.options(parser)
-    args = parser.parse_args([])
-    assert vars(args)
-    study.prepare(args)  # ValueError for what is not allowed
+    args = bench("study").parse(name, [])  # ends the process for what is not allowed
+    assert args.study == name
 
 
 _CALLS, _GRAPHS = {"sequence", "moe", "max_rows", "by ranks"}, {"gathered", "max_rows"}
