@@ -163,8 +163,8 @@ OPTIONS = (
     Option("--problems", type=int, default=40, help="of each op (default: 40)"),
     Option("--most", type=int, default=4, help="plans beside the sequence"),
     Option("--repeats", type=int, default=10, help="turns of tuning"),
-    Option("--medians", type=int, default=5, help="of which the lowest counts"),
-    Option("--turns", type=int, default=15, help="behind each median"),
+    Option("--medians", type=int, default=5, help="the lowest counts"),
+    Option("--turns", type=int, default=15, help="for each median"),
     Option("--seed", type=int, default=1),
     Option("--best", type=int, default=0, metavar="N", help="of the first N candidates"),
 )

@@ -33,7 +33,7 @@ def parallel(mlp: Mlp) -> Mlp:
     """The same MLP, a part of the hidden features on each rank.
 
     `up` must be a column-parallel layer: a plain Linear with a part of the weight computes the same output, but its
-    input's gradient would be this rank's part of the sum alone.
+    input's gradient would be only this rank's part of the sum.
     """
     return Mlp(ColumnParallelLinear.from_linear(mlp.up), RowParallelLinear.from_linear(mlp.down))
 

@@ -69,7 +69,7 @@ def difference(own: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def work(options: argparse.Namespace) -> None:
     world_size, rank, device = dist.get_world_size(), dist.get_rank(), current_device()
-    torch.manual_seed(0)  # every rank has the whole layer and all tokens, for the comparison alone
+    torch.manual_seed(0)  # every rank has the whole layer and all tokens, only for the comparison
     count = options.experts * world_size
     reference = Experts(count, options.width, 2 * options.width).to(device)
     parallel = Experts(count, options.width, 2 * options.width).to(device)

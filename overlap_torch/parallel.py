@@ -1,6 +1,6 @@
 """Styles for ``torch.distributed.tensor.parallel.parallelize_module`` whose Linear layers overlap their communication.
 
-Use them in the places of ``ColwiseParallel``, ``RowwiseParallel`` and ``PrepareModuleInput``::
+Use them in place of ``ColwiseParallel``, ``RowwiseParallel`` and ``PrepareModuleInput``::
 
     plan = {
         # Outside attention and MLP tokens are divided among the ranks. Each of the two gathers them once.

@@ -18,9 +18,9 @@ Span = tuple[int, int]  # the first position and the one after the last
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents that lie one after the other in a sequence; a token sees its own document's only.
+    """Documents that lie one after the other in a sequence; a token sees only its own document.
 
-    Made once a batch, from host integers, which the layers share.
+    Made once a batch from host integers; all layers share it.
 
     Args:
         lengths: each document's number of tokens, in order, over the whole sequence (not this rank's part). 0 is no document.

@@ -282,7 +282,7 @@ def context_parallel_attention(
     chunks: int | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """Attention of a sequence whose tokens are cut over the ranks: each rank gives its tokens, and gets their results.
+    """Attention over a sequence whose tokens are cut over the ranks: each rank gives its tokens, and gets their results.
 
     The meaning is that of the composition::
 
@@ -307,12 +307,12 @@ def context_parallel_attention(
         tokens: the cut: ``"contiguous"``, equal parts in order; ``"zigzag"``, chunks r and 2P - 1 - r of 2P equal ones for rank r of P, which
             balances a causal mask; or a list with each rank's number, in order, zeros allowed. :func:`cut_tokens` and
             :func:`token_positions` cut alike.
-        documents: a :class:`Documents`, B = 1; a token sees its own document's only.
+        documents: a :class:`Documents`, B = 1; a token sees only its own document.
         head_parts: 1, the number of ranks, or a divisor of it that heads allow. None: chosen.
         kernel: None: PyTorch's fastest that takes the call (cuDNN, flash, CPU flash), and products with a mask where none does. ``"flash"``,
             ``"cudnn"``, ``"cpu"`` or ``"masked"``: that one or an error. An :class:`AttentionKernel`; or a function
             ``(q, k, v, work) -> o``, which autograd differentiates, by a second call in backward. A function gets no ``window``.
-        per_head: tensors [H, ...], the same on all ranks, of which the caller's kernel gets its heads' in ``work.per_head``: sinks, slopes.
+        per_head: tensors [H, ...], such as sinks or slopes, the same on all ranks; the caller's kernel gets its heads' in ``work.per_head``.
         transport: ``"peer"`` (ranks of one host that map each other's memory, ``head_parts`` of 1 or all, no ``per_head``) or ``"nccl"``
             (the group's collectives, gloo's too). None: peers where they carry the call.
         chunks: over peers, how many runs of heads travel one after the other: at most the key/value heads of a part, or, of one such head

@@ -82,7 +82,7 @@ class GatheredReader:
 class OverlapPrepareModuleInput(PrepareModuleInput):
     """``PrepareModuleInput`` that gathers beside the GEMMs of the layers that read the gathered input.
 
-    Use it in the place of ``PrepareModuleInput``: for an attention whose q, k and v, or an MLP whose gate and up, have the
+    Use it in place of ``PrepareModuleInput``: for an attention whose q, k and v, or an MLP whose gate and up, have the
     style :class:`OverlapColwiseParallel`::
 
         "attention": OverlapPrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),

@@ -67,8 +67,8 @@ def gemm_reducescatter(
 
     Returns:
         A fresh, contiguous tensor [D0 / world size, ..., N], or shorter by that factor along ``dim``, of the
-        operands' dtype: rank
-        r holds the r-th part of the sum's rows. Dtypes, accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
+        operands' dtype: rank r holds the r-th part of the sum's rows. Dtypes, accumulation and autocast are as in
+        :func:`overlap_torch.gemm_allreduce`.
 
     Gradients are in reverse mode, of any order. Backward is an :func:`overlap_torch.allgather_gemm` of the output's gradient,
     which every rank has to run; the gradients of ``input`` and ``weight`` share the gathered rows. The bias's gradient covers

@@ -225,10 +225,10 @@ def at_once(
 ) -> Plan:
     """A plan in one step over peers, for few rows: lowest latency, nothing is cut into chunks.
 
-    Every rank's partial sums (``gemm_allreduce``, ``gemm_reducescatter``) go straight to the ranks
-    that add them up, the collective ``direct``: with the ping-pong kernels from the GEMM's own stores, with ``library`` from the
-    kernel that adds, behind the framework's GEMM. ``allgather_gemm`` with ``library``: one kernel
-    gathers, then the framework computes; with others it is the plan over peers in one chunk. Rows of the output, or of an all-gather's input, must
+    Every rank's partial sums (``gemm_allreduce``, ``gemm_reducescatter``) go straight to the ranks that add them up, the
+    collective ``direct``: the ping-pong kernels' GEMM stores them there; ``library`` leaves them to the kernel that adds, after
+    the framework's GEMM. ``allgather_gemm`` with ``library``: one kernel gathers, then the framework computes; with others
+    it is the plan over peers in one chunk. Rows of the output, or of an all-gather's input, must
     be multiples of 16 bytes. ``gemm_alltoall`` has no such plan: ``make_all_to_all`` makes its plans.
     ``schedule="sequential"`` makes the kernel that adds send, too, after a GEMM by ``kernel``.
 
