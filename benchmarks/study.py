@@ -166,8 +166,9 @@ def run_rank(args: argparse.Namespace) -> None:
             if not study.json_line:
                 print(json.dumps(rows, indent=1), file=file)
     if fault := study.fault(rows):
-        dist.barrier()  # the first rank has printed all
-        print(fault, file=sys.stderr)
+        if first:
+            print(fault, file=sys.stderr)
+        dist.barrier()  # a rank that ends with status 1 ends the others
         sys.exit(1)
 
 
