@@ -676,7 +676,7 @@ REDUNDANT = {
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
+@pytest.mark.parametrize("op", OVERLAPPING_OPS)
 def test_kernels_lists_for_gpus_are_right_in_any_order(op, world):
     """And nothing of them can be left out."""
     # 15 tiles; parts that end within rows of tiles.
@@ -690,7 +690,7 @@ def test_kernels_lists_for_gpus_are_right_in_any_order(op, world):
             assert left <= REDUNDANT.get((op, world), set()), label
 
 
-@pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
+@pytest.mark.parametrize("op", OVERLAPPING_OPS)
 @pytest.mark.parametrize(("world", "ranks_per_host"), [(4, 2), (8, 4)])
 def test_kernels_lists_between_hosts_are_right_in_any_order(op, world, ranks_per_host):
     problem = Problem(64 * world, 20, 6, torch.float32, world, op)

@@ -319,17 +319,17 @@ def test_moe_ranks_that_differ_all_raise(failures: Failures) -> None:
     failures.says(message, ("all-to-all of rows of [8]", "[7]"))
 
 
+def routed(experts: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    shares, ids = x[..., :experts].softmax(-1).topk(2)
+    return ids, shares
+
+
 @pytest.mark.parametrize("experts", [4, 5])
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (4, "gloo"), (2, "nccl"))
 def test_moe_layer_is_the_whole_layer(failures: Failures, experts: int) -> None:
     """The layer beside the same layer on this rank only: outputs, gradients, state dicts, the router and a shared expert."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = rank_device()
-
-    def router(x):
-        shares, ids = x[..., :experts].softmax(-1).topk(2)
-        return ids, shares
-
+    device, router = rank_device(), functools.partial(routed, experts)
     sizes = {"bias": True, "router": router, "shared": torch.nn.Identity(), "device": device}
     layer = overlap_torch.nn.MoE(8, 16, experts, **sizes, dtype=torch.float64)
     for name, parameter in layer.named_parameters():
@@ -372,12 +372,7 @@ def test_moe_layer_under_fsdp_and_checkpointing(failures: Failures) -> None:
     """Two by two ranks: gradients summed over two steps are those of the plain layer, averaged over data parallel ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     rank = dist.get_rank()
-
-    def router(x):
-        shares, ids = x[..., :4].softmax(-1).topk(2)
-        return ids, shares
-
-    made = {"router": router, "group": mesh["ep"], "dtype": torch.float64}
+    made = {"router": functools.partial(routed, 4), "group": mesh["ep"], "dtype": torch.float64}
     plain, cut = (overlap_torch.nn.MoE(8, 16, 4, **made) for _ in range(2))
     cut.load_state_dict(plain.state_dict())
     fully_shard(cut, mesh=mesh["dp"])

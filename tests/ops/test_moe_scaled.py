@@ -288,7 +288,9 @@ def test_weights_are_cast_by_blocks(shape) -> None:
     assert torch.equal(scales, right_scales)
 
 
-def check_layer(failures: Failures, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
+def test_moe_layer_is_cast_to_fp8(failures: Failures, recipe: str) -> None:
     """A layer that was cast computes as the op with the same casts; its state dict loads into another one that was cast."""
     experts = 2 * dist.get_world_size() + 1
     layers = [overlap_torch.nn.MoE(HIDDEN, INNER, experts, bias=True) for _ in range(2)]
@@ -320,13 +322,8 @@ def check_layer(failures: Failures, recipe: str) -> None:
     failures.raises("rowwise", first.cast_to_fp8, "tensorwise")
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
-def test_moe_layer_is_cast_to_fp8(ranks, recipe):
-    ranks.expect_no_failures(check_layer, recipe)
-
-
-def check_compiled(failures: Failures) -> None:
+@pytest.mark.ranks((2, "gloo"))
+def test_moe_of_fp8_weights_compiles(failures: Failures) -> None:
     world, ops = dist.get_world_size(), torch.ops.overlap
     whole = Case(experts=(2,) * world, tokens=(9,) * world)
     own = operands_of(whole, dist.get_rank())
@@ -349,8 +346,3 @@ def check_compiled(failures: Failures) -> None:
         (ops._moe_scaled_hidden, (*arguments, *form)),
     ):
         torch.library.opcheck(op, given, test_utils="test_faketensor")
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_moe_of_fp8_weights_compiles(ranks):
-    ranks.expect_no_failures(check_compiled)
