@@ -21,7 +21,7 @@ import overlap_torch
 from overlap_torch._tools.launch import current_device
 from overlap_torch._torch_versions import context_parallel_module
 
-from .measure import MODES, Stopwatch, Times
+from .measure import MODES, Stopwatch
 from .study import Option, Study, check_close, model_cases, model_rows, pass_of
 from .tables import table
 
@@ -176,11 +176,11 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
         for mode in args.modes:
             times = watch.named(mode, variants, args.repeats)
             found = {"model": name, "tokens": total, "backward": backward, "mode": mode}
-            yield found | {"times": {key: one.as_dict() for key, one in times.items()}}
+            yield found | {"times": times}
 
 
 def _line(row: dict) -> str:
-    times = {key: Times(**one) for key, one in row["times"].items()}
+    times = row["times"]
     best = min(one.median for key, one in times.items() if key in ("ulysses", "gather", "ring"))
     rows = [
         [key, one.spread(), f"{one.host:.0f}", f"{best / one.median:.2f}"]

@@ -23,7 +23,7 @@ from overlap_torch._moe.activation import Gate
 from overlap_torch._moe.scaled import block_quantized
 from overlap_torch._tools.launch import current_device
 
-from .measure import Stopwatch, Times
+from .measure import Stopwatch
 from .study import Option, Study, check_close, model_cases, model_rows, pass_of
 from .tables import table
 
@@ -262,12 +262,11 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
             most = {None: 0.02, "rows": 0.03, "blocks": 0.12}[args.fp8]
             check_close(f"{name}, {tokens} tokens: moe is", mine, first, most)
         times = watch.named(mode, variants, args.repeats)
-        found = {"model": name, "tokens": tokens, "backward": backward}
-        yield found | {key: time.as_dict() for key, time in times.items()}
+        yield {"model": name, "tokens": tokens, "backward": backward} | times
 
 
 def _cells(row: dict, names: list[str]) -> list[str]:
-    times = [Times(**row[name]) if name in row else None for name in names]
+    times = [row.get(name) for name in names]
     over = [times[0].median / mine.median for mine in times[1:-1]]
     return [
         row["model"],

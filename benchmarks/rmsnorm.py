@@ -14,7 +14,7 @@ import torch.distributed as dist
 import overlap_torch
 from overlap_torch._tools.launch import current_device
 
-from .measure import Stopwatch, Times
+from .measure import Stopwatch
 from .study import Option, Study, numbers
 from .tables import table
 
@@ -67,11 +67,11 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
                     raise RuntimeError(f"{m} x {n}: the sums differ by {worst}")
                 variants = {name: lambda _, call=call: call() for name, call in calls.items()}
                 times = watch.named(args.mode, variants, args.repeats)
-            yield {"m": m, "n": n} | {name: time.as_dict() for name, time in times.items()}
+            yield {"m": m, "n": n} | times
 
 
 def _cells(row: dict) -> list[str]:
-    times = [Times(**row[name]) for name in VARIANTS]
+    times = [row[name] for name in VARIANTS]
     spread = [time.spread(1) for time in times]
     return [str(row["m"]), str(row["n"]), *spread, f"{times[2].median / times[0].median:.2f}"]
 

@@ -164,7 +164,7 @@ def run_rank(args: argparse.Namespace) -> None:
                 print(text, flush=True)
             print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr)
             if not study.json_line:
-                print(json.dumps(rows, indent=1), file=file)
+                print(json.dumps(rows, indent=1, default=lambda times: times.as_dict()), file=file)
     if fault := study.fault(rows):
         if first:
             print(fault, file=sys.stderr)
