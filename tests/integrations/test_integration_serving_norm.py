@@ -13,16 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from test_integration_serving import (
-    Group,
-    PassManager,
-    Unquantized,
-    VllmLinear,
-    installed,
-    module,
-    source_of,
-    wheel,
-)
 from torch._dynamo.source import ConstantSource
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,10 +24,14 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.nn import functional
 
+import serving_sglang
 from checks import Failures
 from operands import difference
 from overlap_torch._ops.group import group_name
 from overlap_torch.integrations import _vllm_norms, sglang, vllm
+from serving import Group, Unquantized, installed
+from serving_vllm import PassManager, VllmLinear
+from wheels import execute, own_code_of, part_of
 
 N = 16
 EPS = 1e-5
@@ -58,7 +52,7 @@ def test_sglangs_norm_is_one_op_for_few_rows(failures: Failures) -> None:
         groups.append(use_attn_tp_group)
         return world, rank, Group()
 
-    fusion = module(sglang.NORM_TARGET.rpartition(".")[0], resolve_fusion_group=group_of)
+    fusion = {serving_sglang.FUSION: {"resolve_fusion_group": group_of}}
     gain = rows_of(1, 5)[0] / 4
     cases = [
         (rows_of(3, rank), rows_of(3, 9), gain, True),
@@ -70,7 +64,7 @@ def test_sglangs_norm_is_one_op_for_few_rows(failures: Failures) -> None:
         (rows_of(3, rank)[:, :12].contiguous(), rows_of(3, 9)[:, :12].contiguous(), gain[:12], False),
         (rows_of(3, rank).repeat(1, 2)[:, :N], rows_of(3, 9), gain, False),
     ]  # fmt: skip
-    with installed("0.5.23", fusion):
+    with installed(serving_sglang.VERSION, fusion):
         for i, (partial, residual, weight, ours) in enumerate(cases):
             given = []
 
@@ -284,13 +278,14 @@ def test_vllms_passes_begin_with_ours(failures: Failures) -> None:
         failures.equal(str(traced.graph).count("overlap."), 0, "VLLM_BATCH_INVARIANT=1")
 
 
-def check_vllms_passes(failures: Failures, sources: dict[str, str]) -> None:
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.parametrize("name", [own_code_of("vllm")])
+def test_vllms_own_manager_runs_the_pass(failures: Failures, name: str) -> None:
     """vLLM's pass manager and its norms, by the pass that `add_pass` puts in front."""
-    norms: dict[str, Any] = {"torch": torch}
-    exec(sources["rms_norm"], norms)
-    exec(sources["fused_add_rms_norm"], norms)
-    names: dict[str, Any] = {"CustomGraphPass": CustomGraphPass, "functools": functools, "hashlib": hashlib, "json": json, "torch": torch}  # fmt: skip
-    exec(sources["InductorPass"], names)
+    norms = execute({}, "vllm.ir.ops.layernorm rms_norm fused_add_rms_norm")
+    folder = "vllm.compilation.passes"
+    names: dict[str, Any] = {"CustomGraphPass": CustomGraphPass, "functools": functools, "hashlib": hashlib, "json": json}  # fmt: skip
+    execute(names, f"{folder}.inductor_pass InductorPass")
     ran = []
 
     class Theirs(names["InductorPass"]):
@@ -304,22 +299,24 @@ def check_vllms_passes(failures: Failures, sources: dict[str, str]) -> None:
     range_ = SimpleNamespace(compile_range="(1, 8192)")
     names |= dict.fromkeys(passes, Theirs) | {
         "get_pass_context": lambda: range_,
-        "logger": mock.Mock(),
         "set_current_vllm_config": lambda *a, **k: contextlib.nullcontext(),
         "rocm_aiter_ops": mock.Mock(is_enabled=lambda: False, is_rdna_aiter_enabled=lambda: False),
         "with_pattern_match_debug": lambda function: function,
         "VllmInductorPass": mock.Mock(),
         "VllmPatternMatcherPass": mock.Mock(),
     }
-    exec(sources["PostGradPassManager"], names)
+    execute(names, f"{folder}.pass_manager PostGradPassManager")
     manager = names["PostGradPassManager"]
     _vllm_norms.add_pass(
         manager, names["InductorPass"], {"tp:0": group_name(None)}.get, lambda: False
     )
     made = manager()
-    flags = mock.MagicMock(spec_set=["eliminate_noops", "compute_hash", *sources["flags"]])
-    for flag in sources["flags"]:
-        setattr(flags, flag, False)
+    read = {
+        node.attr
+        for node in ast.walk(part_of(f"{folder}.pass_manager", "PostGradPassManager"))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self.pass_config"
+    }
+    flags = SimpleNamespace(**dict.fromkeys(read, False))
     flags.eliminate_noops, flags.compute_hash = True, lambda: "0"
     config = SimpleNamespace(pass_config=flags)
     made.configure(SimpleNamespace(compilation_config=config, model_config=None))
@@ -329,30 +326,3 @@ def check_vllms_passes(failures: Failures, sources: dict[str, str]) -> None:
     with vllm_operators(norms["rms_norm"], norms["fused_add_rms_norm"]):
         check_graphs(failures, made, "vLLM's manager")
     failures.expect(None if "allreduce_rmsnorm" in ran[0] else ran[0], "ours is first")
-
-
-@pytest.mark.long
-@pytest.mark.ranks((2, "gloo"))
-def test_vllms_own_manager_runs_the_pass(ranks):
-    folder = "vllm/compilation/passes"
-    with wheel("vllm") as archive:
-        wanted = {
-            "rms_norm": "vllm/ir/ops/layernorm.py",
-            "fused_add_rms_norm": "vllm/ir/ops/layernorm.py",
-            "InductorPass": f"{folder}/inductor_pass.py",
-            "PostGradPassManager": f"{folder}/pass_manager.py",
-        }
-        sources: dict[str, Any] = {name: source_of(archive, path, name) for name, path in wanted.items()}  # fmt: skip
-        tree = ast.parse(sources["PostGradPassManager"])
-        sources["flags"] = sorted(
-            {
-                node.attr
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self.pass_config"
-            }
-            - {"compute_hash", "eliminate_noops"}
-        )
-        groups = archive.read("vllm/distributed/parallel_state.py").decode()
-        assert "group = _groups[group_name]()" in groups
-        assert "self.device_group" in groups
-    ranks.expect_no_failures(check_vllms_passes, sources)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,8 +16,10 @@ import overlap_torch
 from checks import Failures
 from overlap_torch.integrations import _serving
 
-H, INNER = 16, 8
-EXPERTS, CHOICES = 5, 3  # one rank of two has three experts, the other two
+H, INNER, CHOICES = 16, 8, 3
+
+Tokens = tuple[torch.Tensor, ...]  # hidden states, ids of experts, shares
+Make = Callable[["Mixture"], Callable[..., Any]]  # a layer of experts, called with a rank's tokens
 
 
 def silu(gate: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
@@ -60,7 +63,7 @@ ACTIVATIONS = {
 class Mixture:
     """Weights of all experts, the same on all ranks, and each rank's tokens."""
 
-    def __init__(self, dtype: torch.dtype, width: int, experts: int = EXPERTS) -> None:
+    def __init__(self, dtype: torch.dtype, width: int, experts: int) -> None:
         self.generator, self.dtype, self.experts = torch.Generator().manual_seed(3), dtype, experts
         self.gate_up, self.down = self.draw(experts, width, H), self.draw(experts, H, INNER)
         self.biases = self.draw(experts, width), self.draw(experts, H)
@@ -88,7 +91,7 @@ class Mixture:
         return SimpleNamespace(**dict(zip(names, parts, strict=True)))
 
     def meaning(self, x, ids, shares, activation, biased=False, on_input=False) -> torch.Tensor:
-        """In float64: each choice's expert, one after the other."""
+        """Each choice's expert, one after the other, in float64."""
         x, shares = x.double(), shares.double()
         total = torch.zeros_like(x)
         for token, choice in (ids >= 0).nonzero().tolist():
@@ -128,3 +131,25 @@ def warned(job) -> tuple[Any, list[str]]:
         warnings.simplefilter("always")
         result = job()
     return result, [str(each.message) for each in found]
+
+
+def check_exchange(
+    failures: Failures, make: Make, mixture: Mixture, tokens: Tokens, limits, right, *where
+) -> None:
+    """One layer's call is one of `moe` with these limits, its result is right, and nothing is said."""
+    with limits_of_calls() as called, torch.inference_mode():
+        found, said = warned(lambda: make(mixture)(*tokens))
+    failures.equal((called, said), ([limits], []), *where)
+    near(failures, found, right, mixture.dtype, *where)
+
+
+def check_left(
+    failures: Failures, make: Make, mixture: Mixture, tokens: Tokens, name: str, why: str, *where
+) -> None:
+    """Calls of two layers are the framework's, which is said once, with the reason."""
+    framework = {"vllm": "vLLM", "sglang": "SGLang"}[name]
+    with limits_of_calls() as called:
+        found, said = warned(lambda: [make(mixture)(*tokens) for _ in range(2)])
+    failures.equal((called, found), ([], [f"{framework}'s own"] * 2), *where)
+    text = f"OVERLAP_{name.upper()}=1: {framework}'s own experts run, without overlap_torch.moe: "
+    failures.equal([why in line and line.startswith(text) for line in said], [True], *where, *said)
