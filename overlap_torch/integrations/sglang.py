@@ -31,25 +31,11 @@ def enable() -> None:
     """Registers hooks around the forward of SGLang's ``RowParallelLinear`` and of its experts, and around its all-reduce with
     residual and norm.
 
-    SGLang applies them after it has loaded its plug-ins; a second call does nothing. The norm's hook calls
-    ``allreduce_rmsnorm`` with ``fused=True`` for at most 512 contiguous rows of bfloat16 or float16 that the kernels take,
-    and SGLang's function for all others. SGLang calls that function only where its own fusion applies. The forward's hook
-    replaces two kinds of forward:
-
-    - an unquantized GEMM and an all-reduce over the tensor-parallel group, by ``gemm_allreduce``;
-    - the same with SGLang's sequence parallelism, by ``gemm_reducescatter``: rows padded to a multiple of the ranks, scattered.
-
-    SGLang's own forward runs for everything else: quantized layers and weights packed for a CPU's kernel,
-    ``skip_all_reduce``, ``reduce_results=False`` (layers whose sum SGLang leaves to the layer's boundary), an
-    ``output_tensor``, groups other than the tensor-parallel one, attention's data parallelism, quantized communication, and
-    layers with SGLang's own fused kernel.
-
-    In deterministic inference both ops are called with ``invariance="batch"``, whatever the number of rows. SGLang 0.5.23
-    does not call its all-reduce with residual and norm there, so the norm's hook, which takes few rows only, finds no call.
-
-    The experts' hook runs ``moe`` where ranks have different tokens: unquantized experts with data parallel attention and
-    ``--moe-a2a-backend`` deepep or flashinfer. SGLang's own code runs for everything else, and a warning gives the reason
-    once. Batches without a prefill on any rank have limits, so that the host waits for nothing and a CUDA graph can hold them.
+    SGLang applies them after it has loaded its plug-ins; a second call does nothing. Forward runs ``gemm_allreduce``, or
+    ``gemm_reducescatter`` in SGLang's sequence parallelism, with rows padded to a multiple of the ranks. The norm's hook calls
+    ``allreduce_rmsnorm`` for at most 512 contiguous rows that the kernels take. Experts run ``moe`` where ranks have different
+    tokens. SGLang's own code runs for everything else, which docs/integrations.md lists; a warning gives the reason once
+    for experts.
 
     Raises:
         ImportError: SGLang is not installed, or of a release other than 0.5.23.

@@ -24,20 +24,12 @@ _enabled: type | None = None
 
 
 def enable() -> type:
-    """Registers classes that vLLM makes instead of its own from now on; a second call does nothing.
+    """Registers classes that vLLM makes instead of its own from now on, and a pass of its compiler; a second call does nothing.
 
-    **``RowParallelLinear``.** Its layers have vLLM's parameters, loaders and ``quant_method``. Forward is ``gemm_allreduce`` if
-    vLLM's would be an unquantized GEMM and an all-reduce of all ranks of the tensor-parallel group. Everything else runs vLLM's
-    forward: quantized layers, ``reduce_results=False``, ``disable_tp``, a group of one, and weights packed for a CPU's kernel. With
-    ``VLLM_BATCH_INVARIANT=1`` the op is called with ``invariance="batch"``, whatever the number of rows. vLLM's key of
-    compiled graphs has that variable already, and ``OVERLAP_VLLM`` and ``OVERLAP_MOE_ROWS`` become parts of it.
-
-    **``UnquantizedFusedMoEMethod``.** Experts run by ``moe`` if ranks have different tokens: expert parallelism with data
-    parallel attention. vLLM's own code runs for everything else, and a warning gives the reason once. Calls of so few tokens
-    that a CUDA graph may hold them have limits, so that the host waits for nothing; others have none.
-
-    **Norms.** In graphs that vLLM compiles, an all-reduce (of these layers or vLLM's own), the addition to the residual and the RMSNorm become
-    one op, ``gemm_allreduce_rmsnorm`` or ``allreduce_rmsnorm``, in place of vLLM's own fusion of them.
+    Layers of ``RowParallelLinear`` run ``gemm_allreduce``, and experts of ``UnquantizedFusedMoEMethod`` run ``moe`` where ranks have
+    different tokens. A norm after an all-reduce in compiled graphs becomes one op with it. vLLM's own code runs for everything
+    else, which docs/integrations.md lists; a warning gives the reason once for experts. vLLM's key of compiled graphs gets
+    ``OVERLAP_VLLM`` and ``OVERLAP_MOE_ROWS``.
 
     Returns:
         The class of row-parallel layers.
