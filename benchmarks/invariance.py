@@ -14,8 +14,8 @@ import torch.distributed as dist
 import overlap_torch
 from overlap_torch._tools.launch import current_device
 
-from .measure import Stopwatch, Times
-from .study import Study, check_close, numbers
+from .measure import Stopwatch
+from .study import Option, Study, check_close, numbers
 from .tables import table
 
 INVARIANCES = ("none", "batch", "world")
@@ -50,25 +50,24 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
             for invariance, call in zip(INVARIANCES, calls[2:], strict=True):
                 check_close(invariance, call(None).float(), sequence(None).float(), 0.02)
             times = watch.compare(args.mode, calls, args.repeats)
-            yield {"m": m, "n": n, "k": k} | {
-                name: time.as_dict() for name, time in zip(VARIANTS, times, strict=True)
-            }
+            yield {"m": m, "n": n, "k": k} | dict(zip(VARIANTS, times, strict=True))
 
 
 def _cells(row: dict) -> list[str]:
-    times = [Times(**row[name]) for name in VARIANTS]
+    times = [row[name] for name in VARIANTS]
     speeds = [f"{times[1].median / time.median:.2f}" for time in times[2:]]
     shape = f"{row['m']} x {row['n']} x {row['k']}"
     return [shape, *(time.spread(1) for time in times), *speeds]
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=numbers, default=[1, 16, 128, 512, 2048, 8192])
-    parser.add_argument(
+OPTIONS = (
+    Option("--rows", type=numbers, default=[1, 16, 128, 512, 2048, 8192]),
+    Option(
         "--shapes", default="4096x4096,4096x14336,8192x8192,8192x28672", help="N x K of all ranks"
-    )
-    parser.add_argument("--mode", choices=["graph", "call", "row"], default="graph")
-    parser.add_argument("--repeats", type=int, default=9)
+    ),
+    Option("--mode", choices=["graph", "call", "row"], default="graph"),
+    Option("--repeats", type=int, default=9),
+)
 
 
 def _summary(found: list[dict], args: argparse.Namespace) -> str:
@@ -77,4 +76,4 @@ def _summary(found: list[dict], args: argparse.Namespace) -> str:
     return table(head, [_cells(row) for row in found])
 
 
-STUDY = Study(_options, _rows, lambda row: "", _summary)
+STUDY = Study(OPTIONS, _rows, summary=_summary)

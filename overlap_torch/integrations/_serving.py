@@ -12,6 +12,7 @@ import torch
 
 from overlap_torch._moe.checks import way_of
 from overlap_torch._moe.functions import moe
+from overlap_torch._ops.collectives import USUAL_INVARIANCE
 
 ROWS = "OVERLAP_MOE_ROWS"
 
@@ -35,15 +36,19 @@ def takes(layer: torch.nn.Module, unquantized: type, input: torch.Tensor) -> boo
     )
 
 
+# OVERLAP_INVARIANCE=world: bits are those of any number of ranks, so that one rank's layers run as ops, too.
+ANY_WORLD = USUAL_INVARIANCE == "world"
+
+
 def run(
     op: Callable[..., Any], layer: torch.nn.Module, input: torch.Tensor, group: str, invariant: bool
 ) -> Any:
     """Runs the op, with the layer's own bias. Frameworks' parameters are tensor subclasses; results are plain tensors.
 
-    ``invariant``: the framework is in its batch-invariant mode; else ``OVERLAP_INVARIANCE`` decides.
+    ``invariant``: the framework is in its batch-invariant mode; else, and where it asks for more, ``OVERLAP_INVARIANCE`` decides.
     """
     bias = None if layer.skip_bias_add else layer.bias
-    invariance = "batch" if invariant else None
+    invariance = "batch" if invariant and not ANY_WORLD else None
     with torch._C.DisableTorchFunctionSubclass():
         return op(input, layer.weight, bias, group=group, invariance=invariance)
 

@@ -107,7 +107,7 @@ def forward_hook(linear: Any, unquantized: type) -> Callable[..., Any]:
             skip_all_reduce
             or output_tensor is not None
             or layer.tp_group is not group
-            or group.world_size == 1
+            or (group.world_size == 1 and not _serving.ANY_WORLD)
             or getattr(layer, "use_intel_amx_backend", False)
         ):
             return None

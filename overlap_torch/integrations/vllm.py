@@ -111,7 +111,8 @@ def layer_class(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.overlap_group, self.overlap_invariant = "", False
-            if self.reduce_results and self.tp_size > 1:
+            alone = self.tp_size == 1 and not (_serving.ANY_WORLD and tp_group().world_size == 1)
+            if self.reduce_results and not alone:
                 group = tp_group()
                 if group.world_size != self.tp_size:
                     raise RuntimeError(

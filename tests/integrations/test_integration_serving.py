@@ -30,7 +30,7 @@ from checks import Failures
 from layers import integers, my_features, my_part
 from operands import difference
 from overlap_torch._tools import doctor
-from overlap_torch.integrations import sglang, vllm
+from overlap_torch.integrations import _serving, sglang, vllm
 from serving import ROWS, Group, K, N, Unquantized, ops_of, set_to
 from serving_vllm import Pluggable, VllmLinear, vllm_installed
 from wheels import execute, own_code_of, part_of, text_of
@@ -70,7 +70,7 @@ def check_layers(failures: Failures, cases, plugged, invariance: str, *where) ->
         input = whole if options.get("input_is_parallel") is False else my_features(whole)
         keywords = {name: value for name, value in call.items() if "." not in name}
         settings = {name: value for name, value in call.items() if "." in name}
-        ours = ours and dist.get_world_size() > 1
+        ours = ours and (dist.get_world_size() > 1 or _serving.ANY_WORLD)
         for run, ops in ((original, []), (forward, [OPS[result] + invariance] if ours else [])):
             case = (*where, options, call, ops)
             with set_to(context, settings):
@@ -136,6 +136,8 @@ def test_row_parallel_layers_run_the_ops(failures: Failures, name: str, own: boo
             check_layers(failures, framework.LAYER_CASES, plugged, " batch", "deterministic")
             if dist.get_world_size() > 1:
                 check_invariance(failures, framework.SCATTERED, plugged, "deterministic")
+            with mock.patch.object(_serving, "ANY_WORLD", True):
+                check_layers(failures, framework.LAYER_CASES, plugged, "", "any number of ranks")
 
 
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"))
