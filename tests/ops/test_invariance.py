@@ -2,6 +2,7 @@
 number of ranks either."""
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,10 +15,11 @@ import torch.distributed as dist
 import overlap_torch
 from captures import capture
 from checks import Failures, message_of
-from operands import rank_device, world_name
+from operands import poison, rank_device, world_name
 from overlap_torch import plan as plans
 from overlap_torch._layers.rmsnorm import allreduce_rmsnorm, gemm_allreduce_rmsnorm
 from overlap_torch.plan.types import Kernel
+from peer_races import come_late, so_many_calls
 
 ROWS = 720  # the ranks of all tests divide them
 SOME = (1, 2, 7, 64, 127, 128, 129, 300, 512)
@@ -254,6 +256,33 @@ def test_invariant_plans_have_the_same_bits(
                     output.fill_(float("nan"))
                     graph.replay()
                     failures.expect_equal([output], [right[:rows]], rows, str(plan), "graph")
+
+
+@so_many_calls(100)
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+@pytest.mark.peers
+@pytest.mark.seconds(900)
+def test_races_of_world_invariant_plans(failures: Failures, calls: int) -> None:
+    """No call waits for the one before; ranks are late, and memory is poisoned between calls."""
+    n, k, chance = 8200, 512, random.Random(dist.get_rank())  # three tiles for each thread block
+    input, weight = operands(torch.bfloat16, n, k)
+    call = partial(reduced, invariance="world")
+    right = by_pairs(terms_of(call, input, weight))
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    for rows in (16, ROWS):
+        for plan in plans_of(rows, n, k, "gemm_allreduce", Kernel.SM90_PINGPONG, "world"):
+            wrong = torch.zeros(calls, dtype=torch.int64, device=input.device)
+            torch.cuda.synchronize()
+            with plans.use_plan(plan):
+                for turn in range(calls):
+                    with torch.cuda.stream(streams[turn // 16 % len(streams)]):
+                        if chance.random() < 0.1:
+                            torch.cuda._sleep(chance.randrange(400_000))
+                        poison(input.device, rows * n * 2, rows * n * 4, 8 * rows * n * 2)
+                        wrong[turn] += (call(input[:rows], weight) != right[:rows]).sum()
+                    come_late(chance)
+            torch.cuda.synchronize()
+            failures.equal(wrong.nonzero().flatten().tolist(), [], rows, str(plan))
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"), (4, "nccl"))
