@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,17 +38,12 @@ def row_panels(
     *,
     kernel: Kernel | str = Kernel.LIBRARY,
     band_rows: int | None = None,
-    comm_sms: int = 0,
     max_ctas: int = 0,
-    window: bool = False,
-    smem_pad_bytes: int = 0,
-    finish_ctas: int = 0,
-    lanes: int = 1,
-    low_priority: bool = False,
     transport: Transport | str | None = None,
     tile: tuple[int, int] | None = None,
     collective: Collective | str | None = None,
     ranks_per_host: int = 0,
+    **resources: int,
 ) -> Plan:
     """An overlapped plan with chunks that are row panels of the plain output, so nothing is reordered.
 
@@ -60,33 +55,28 @@ def row_panels(
             ``allgather_gemm``), the heights are those of one part, and ``parts * height`` is the multiple.
         kernel: the GEMM; ``library`` takes every dtype, the others bfloat16 and float16.
         band_rows: tile rows of a band, at most; None: ``BAND_ROWS``, 16, or the lowest chunk's height.
-        comm_sms: SMs that the GEMM leaves free.
-        max_ctas: CTA limit of the communicator; 0: NCCL's own choice.
-        window: stage chunks in an NCCL symmetric window.
-        smem_pad_bytes: shared memory added to each GEMM block, in bytes; :func:`smem_pad_bytes` says how much.
-        finish_ctas: CTAs that put chunks in place after their communication; 0: a default.
-        lanes: chunks in flight at a time, 1 to 4; each takes ``max_ctas`` CTAs.
-        low_priority: communication's streams have the lowest priority, not the highest.
+        max_ctas: CTA limit of a communicator, which each lane has; 0: NCCL's own choice.
         transport: ``nccl`` or ``peer`` for CUDA tensors, ``gloo`` for those on CPU. None: ``gloo`` if torch finds no CUDA
-            device, the kernel is ``library`` and no option above is set that only GPUs have (comm_sms, max_ctas, window,
-            smem_pad_bytes, finish_ctas, low_priority); else ``nccl``. Name it for a plan for another machine, or for CPU
-            tensors beside a GPU. Over ``peer`` chunks are cut from one rank's part of the rows, for every op.
+            device, the kernel is ``library``, max_ctas is 0 and no resource but ``lanes`` is set, because only GPUs have the
+            others; else ``nccl``. Name it for a plan for another machine, or for CPU tensors beside a GPU. Over ``peer``
+            chunks are cut from one rank's part of the rows, for every op.
         tile: (tile_m, tile_n) in elements; only ``library`` takes other tiles than its own.
         collective: None: the op's own; over ``peer``, reductions take ``ring``, which has one chunk. ``stripes`` is for
             reductions over ``peer`` by ``library``, in any number of chunks: a launch for each rank's rows of a chunk
             stores them into that rank's memory, and the rank adds them up beside the next chunk. Over ``gloo`` messages do
             the same. ``hierarchical`` is :func:`hierarchical`'s.
         ranks_per_host: of the collective ``hierarchical``.
+        resources: fields of :class:`~overlap_torch.plan.types.Resources` by name, such as ``comm_sms=16, lanes=2``; lanes are
+            1 to 4, and :func:`smem_pad_bytes` says how much a block takes.
 
     Raises:
+        TypeError: a keyword that is neither an argument nor a field; the message says what is allowed.
         ValueError: a plan that could not run; the message says what is allowed.
     """
     kernel = enum_member(Kernel, kernel)
     collective = None if collective is None else enum_member(Collective, collective)
-    resources = Resources(
-        comm_sms, smem_pad_bytes, window, finish_ctas, lanes, low_priority=low_priority
-    )
-    transport = _transport(transport, kernel, resources, max_ctas)
+    room = _resources(row_panels, resources)
+    transport = _transport(transport, kernel, room, max_ctas)
     shape = _shape(kernel, transport, tile)
     levels = collective == Collective.HIERARCHICAL
     owned = (transport == Transport.PEER and not levels) or collective == Collective.STRIPES
@@ -103,7 +93,7 @@ def row_panels(
         kernel,
         heights,
         band_rows,
-        resources,
+        room,
         max_ctas,
         transport,
         shape,
@@ -148,16 +138,11 @@ def packed(
     *,
     kernel: Kernel | str = Kernel.LIBRARY,
     band_rows: int | None = None,
-    comm_sms: int = 0,
     max_ctas: int = 0,
-    window: bool = False,
-    smem_pad_bytes: int = 0,
-    finish_ctas: int = 0,
-    lanes: int = 1,
-    low_priority: bool = False,
     transport: Transport | str | None = None,
     tile: tuple[int, int] | None = None,
     collective: Collective | str = Collective.ALL_REDUCE,
+    **resources: int,
 ) -> Plan:
     """An overlapped plan that stores tiles in tile order and reorders them chunk by chunk.
 
@@ -167,21 +152,17 @@ def packed(
     when the chunk is put in place; only NCCL has it. All else is as in :func:`row_panels`.
     """
     kernel, collective = enum_member(Kernel, kernel), enum_member(Collective, collective)
-    resources = Resources(
-        comm_sms, smem_pad_bytes, window, finish_ctas, lanes, low_priority=low_priority
-    )
+    room = _resources(packed, resources)
     if transport is None and collective == Collective.EXCHANGE:
         transport = Transport.NCCL
-    transport = _transport(transport, kernel, resources, max_ctas)
+    transport = _transport(transport, kernel, room, max_ctas)
     shape = _shape(kernel, transport, tile)
     rows = _tiles(problem.m, shape.tile_m, shape.cluster_m)
     tiles = rows * _tiles(problem.n, shape.tile_n)
     sizes = _split(tiles, chunks, 1, "tiles") if isinstance(chunks, int) else list(chunks)
     if band_rows is None:
         band_rows = max(shape.cluster_m, min(BAND_ROWS, rows))
-    plan = _plan.make_packed(
-        problem, kernel, sizes, band_rows, resources, max_ctas, transport, shape
-    )
+    plan = _plan.make_packed(problem, kernel, sizes, band_rows, room, max_ctas, transport, shape)
     plan.collective = collective
     validate(plan)
     return plan
@@ -259,6 +240,18 @@ def make_all_to_all(
     kernel, resources = enum_member(Kernel, kernel), resources or Resources()
     transport = _transport(transport, kernel, resources, max_ctas)
     return _plan.make_all_to_all(problem, kernel, resources, max_ctas, transport)
+
+
+def _resources(template: Callable[..., Plan], given: dict[str, int]) -> Resources:
+    """The resources with these fields, which a template was given beside its own arguments."""
+    fields: dict[str, type] = Resources.__fields__
+    for name in given:
+        if name not in fields:
+            allowed = ", ".join([*(template.__kwdefaults__ or {}), *fields])
+            raise TypeError(
+                f"{template.__name__}() got an unexpected keyword argument {name!r}, allowed are {allowed}"
+            )
+    return Resources(**given)
 
 
 def _transport(

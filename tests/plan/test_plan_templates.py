@@ -132,6 +132,20 @@ def test_plan_packed_template_exchanges_between_two_ranks() -> None:
     assert plan.chunk_extent(1) == (2 * 128 * 128, 3 * 128 * 128)
 
 
+@pytest.mark.parametrize("template", [row_panels, packed])
+def test_plan_templates_take_the_fields_of_resources(template) -> None:
+    problem = Problem(512, 512, 64, DType.BFLOAT16, 2)
+    given = {"comm_sms": 4, "lanes": 2, "low_priority": True}
+    assert template(problem, 2, **given).resources == Resources(**given)
+    some = (
+        rf"{template.__name__}\(\) .* 'sms', allowed are kernel, band_rows, .*, comm_sms, .*lanes"
+    )
+    with pytest.raises(TypeError, match=some):
+        template(problem, 2, lanes=2, sms=4)
+    with pytest.raises(ValueError, match="has one_launch"):
+        template(problem, 2, one_launch=True)
+
+
 @pytest.mark.parametrize("cuda", [False, True])
 def test_plan_templates_travel_as_the_machines_tensors_do(monkeypatch, cuda: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
