@@ -32,6 +32,7 @@ from plan_grids import (
     parted_plans_and_grids,
     plans_and_grids,
 )
+from tests._plan_test import buffer_elements, chunk_extent, chunk_rows, packed_offset
 
 # A machine that runs other work beside the tests is slow, which is no failure.
 settings.register_profile("plan", deadline=None)
@@ -62,14 +63,14 @@ def test_plan_takes_every_tile_once_in_band_order(case: tuple[Plan, Grid]) -> No
 @given(plans_and_grids(Layout.ROW_MAJOR))
 def test_plan_row_major_chunks_hold_their_tiles_rows(case: tuple[Plan, Grid]) -> None:
     plan, grid = case
-    assert plan.buffer_elements() == grid.m * grid.n
+    assert buffer_elements(plan) == grid.m * grid.n
     rows_of: list[set[int]] = [set() for _ in grid.chunks]
     for (row, _), chunk in zip(grid.tiles(), grid.chunk_of_tiles(), strict=True):
         rows_of[chunk].update(range(row * grid.tile_m, min((row + 1) * grid.tile_m, grid.m)))
     assert sorted(row for rows in rows_of for row in rows) == list(range(grid.m))
     for chunk, rows in enumerate(rows_of):
-        assert plan.chunk_rows(chunk) == (min(rows), max(rows) + 1)
-        assert plan.chunk_extent(chunk) == (min(rows) * grid.n, len(rows) * grid.n)
+        assert chunk_rows(plan, chunk) == (min(rows), max(rows) + 1)
+        assert chunk_extent(plan, chunk) == (min(rows) * grid.n, len(rows) * grid.n)
 
 
 @pytest.mark.parametrize("copies", [1, 2], ids=["all_reduce", "exchange"])
@@ -81,13 +82,13 @@ def test_plan_packed_tiles_follow_each_other_and_fill_their_chunks(copies: int) 
     def check(case: tuple[Plan, Grid]) -> None:
         plan, grid = case
         size, tiles = grid.tile_m * grid.tile_n, grid.rows * grid.columns
-        assert plan.buffer_elements() == copies * size * tiles
+        assert buffer_elements(plan) == copies * size * tiles
         if copies == 1:
-            offsets = [plan.packed_offset(index) for index in range(tiles)]
+            offsets = [packed_offset(plan, index) for index in range(tiles)]
             assert offsets == [*range(0, size * tiles, size)]
         first = 0
         for chunk, chunk_tiles in enumerate(grid.chunks):
-            assert plan.chunk_extent(chunk) == (copies * first * size, chunk_tiles * size)
+            assert chunk_extent(plan, chunk) == (copies * first * size, chunk_tiles * size)
             first += chunk_tiles
 
     check()
@@ -250,8 +251,8 @@ def test_plan_of_an_invalid_shape_answers_nothing() -> None:
     for ask in (
         lambda: plan.tiles_m,
         lambda: plan.tile_coord(0),
-        lambda: plan.chunk_extent(0),
-        plan.buffer_elements,
+        lambda: chunk_extent(plan, 0),
+        lambda: buffer_elements(plan),
     ):
         with pytest.raises(ValueError, match="tile_m = 0"):
             ask()
@@ -263,7 +264,7 @@ def test_plan_index_out_of_range_raises() -> None:
         lambda: plan.tile_coord(32),
         lambda: plan.tile_index(8, 0),
         lambda: plan.tile_chunk(-1),
-        lambda: plan.chunk_rows(2),
+        lambda: chunk_rows(plan, 2),
     ):
         with pytest.raises(IndexError, match="out of range"):
             ask()
@@ -286,10 +287,10 @@ def test_plan_of_an_empty_output_is_one_empty_chunk(m: int, n: int, op: Op) -> N
     plan = plans.templates.make_plan(Problem(m, n, 64, DType.BFLOAT16, 2, op), machine)
     assert plan.schedule == Schedule.SEQUENTIAL
     assert [chunk.tiles for chunk in plan.chunks] == [0]
-    assert plan.chunk_rows(0) == (0, m // plan.problem.row_parts)
+    assert chunk_rows(plan, 0) == (0, m // plan.problem.row_parts)
     if op != Op.ALLGATHER_GEMM:  # which gathers its input whatever the weights
-        assert plan.chunk_extent(0) == (0, 0)
-        assert plan.buffer_elements() == 0
+        assert chunk_extent(plan, 0) == (0, 0)
+        assert buffer_elements(plan) == 0
     assert plans.files.from_json(plans.files.to_json(plan)) == plan
 
 
@@ -320,7 +321,7 @@ def test_plan_parted_chunks_hold_the_same_rows_of_each_part(case: tuple[Plan, Gr
         rows_of[chunk].setdefault(part, set()).update(rows)
     covered: list[int] = []
     for chunk, of_parts in enumerate(rows_of):
-        begin, end = plan.chunk_rows(chunk)
+        begin, end = chunk_rows(plan, chunk)
         assert begin < end
         assert sorted(of_parts) == list(range(grid.parts))
         assert all(rows == set(range(begin, end)) for rows in of_parts.values())
@@ -333,21 +334,21 @@ def test_plan_scattered_chunks_are_part_after_part(case: tuple[Plan, Grid]) -> N
     # Kernels store whole tiles of each part; on CPU the framework's GEMM makes rows.
     plan, grid = case
     whole_tiles = plan.chunks[0].transport != Transport.GLOO
-    assert plan.buffer_elements() == grid.n * (grid.rows * grid.tile_m if whole_tiles else grid.m)
+    assert buffer_elements(plan) == grid.n * (grid.rows * grid.tile_m if whole_tiles else grid.m)
     for chunk, tiles in enumerate(grid.chunks):
-        begin, end = plan.chunk_rows(chunk)
+        begin, end = chunk_rows(plan, chunk)
         rows = tiles // (grid.columns * grid.parts) * grid.tile_m if whole_tiles else end - begin
-        assert plan.chunk_extent(chunk) == (grid.parts * begin * grid.n, rows * grid.n)
+        assert chunk_extent(plan, chunk) == (grid.parts * begin * grid.n, rows * grid.n)
 
 
 @given(parted_plans_and_grids(Op.ALLGATHER_GEMM))
 def test_plan_gathered_chunks_are_input_rows_part_after_part(case: tuple[Plan, Grid]) -> None:
     plan, grid = case
     k = plan.problem.k
-    assert plan.buffer_elements() == grid.m * k
+    assert buffer_elements(plan) == grid.m * k
     for chunk in range(len(grid.chunks)):
-        begin, end = plan.chunk_rows(chunk)
-        assert plan.chunk_extent(chunk) == (grid.parts * begin * k, (end - begin) * k)
+        begin, end = chunk_rows(plan, chunk)
+        assert chunk_extent(plan, chunk) == (grid.parts * begin * k, (end - begin) * k)
 
 
 # --- all-to-all: rows differ by rank, so a plan has none --------------------------------------------
@@ -368,7 +369,7 @@ def test_plan_of_all_to_all_is_one_empty_chunk() -> None:
     assert (plan.schedule, plan.collective) == (Schedule.OVERLAPPED, Collective.ALL_TO_ALL)
     assert [chunk.tiles for chunk in plan.chunks] == [0]
     assert plan.bands == ()
-    assert (plan.tiles_m, plan.buffer_elements(), plan.chunk_extent(0)) == (0, 0, (0, 0))
+    assert (plan.tiles_m, buffer_elements(plan), chunk_extent(plan, 0)) == (0, 0, (0, 0))
     assert plans.files.decode(plans.files.encode(plan)) == plan
     assert plans.files.from_json(plans.files.to_json(plan)) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan

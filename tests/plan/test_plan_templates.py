@@ -25,6 +25,7 @@ from overlap_torch.plan.types import (
     Transport,
 )
 from plan_grids import PARTED, SHAPES, example
+from tests._plan_test import chunk_extent, chunk_rows
 from tests.steps_proof import PEERS, Case
 
 
@@ -82,7 +83,7 @@ def test_plan_row_panels_takes_heights_of_one_part(op: Op, transport: Transport)
     assert plan.schedule == Schedule.OVERLAPPED
     assert (plan.tiles_m, plan.tiles_n, plan.resources.lanes) == (24, 2, lanes)
     assert plan.chunks == tuple(Chunk(tiles, transport) for tiles in (6, 24, 18))
-    assert [plan.chunk_rows(chunk) for chunk in range(3)] == [(0, 8), (8, 40), (40, 60)]
+    assert [chunk_rows(plan, chunk) for chunk in range(3)] == [(0, 8), (8, 40), (40, 60)]
     for heights, message in [
         ([1, 4, 4], "covers a tile twice|cover a tile twice"),
         ([1, 4], "leaves tiles out"),
@@ -119,7 +120,7 @@ def test_plan_packed_template_takes_sizes_and_tile() -> None:
     plan = packed(problem, [1, 4, 7], transport="gloo", tile=(3, 3), band_rows=2)
     assert (plan.tile_m, plan.tile_n, plan.cluster_m) == (3, 3, 1)
     assert [chunk.tiles for chunk in plan.chunks] == [1, 4, 7]
-    assert plan.chunk_extent(1) == (9, 36)
+    assert chunk_extent(plan, 1) == (9, 36)
     with pytest.raises(ValueError, match="covers a tile twice"):
         packed(problem, [1, 4, 8], transport="gloo", tile=(3, 3))
 
@@ -129,7 +130,7 @@ def test_plan_packed_template_exchanges_between_two_ranks() -> None:
     plan = packed(problem, [1, 3], collective="exchange", lanes=2, finish_ctas=7)
     assert plan.collective == Collective.EXCHANGE
     assert (plan.resources.lanes, plan.resources.finish_ctas) == (2, 7)
-    assert plan.chunk_extent(1) == (2 * 128 * 128, 3 * 128 * 128)
+    assert chunk_extent(plan, 1) == (2 * 128 * 128, 3 * 128 * 128)
 
 
 @pytest.mark.parametrize("template", [row_panels, packed])
@@ -228,7 +229,7 @@ def test_plan_of_a_ring_takes_any_rows_of_which_each_rank_has_some(world: int, k
         plan = plans.templates.row_panels(problem, 1, **options)
         plan.validate()
         assert plan.collective == Collective.RING
-        assert plan.chunk_rows(0) == (0, part)
+        assert chunk_rows(plan, 0) == (0, part)
         cluster = 256 if kernel != "library" else 128
         assert plan.tiles_m == world * -(-part // cluster) * (cluster // 128)
         assert plans.files.decode(plans.files.encode(plan)) == plan

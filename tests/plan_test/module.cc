@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "binding/python/fields_module.h"
 #include "binding/python/steps_module.h"
 #include "plan/agreement.h"
 #include "plan/gather_rounds.h"
@@ -54,6 +55,49 @@ void bind_alltoall(py::module_& m) {
         py::arg("rank"), py::arg("send_rows"), py::arg("receive_rows"), py::arg("sms_beside"),
         "Whether gemm_alltoall over NCCL, on this one of two ranks, computes the peer's rows first "
         "and its own ones beside the exchange; else the framework's GEMM computes all before it.");
+}
+
+void check_chunk(const Plan& plan, int32_t chunk) {
+  plan::validate(plan);
+  check_index("chunk", chunk, static_cast<int64_t>(plan.chunks.size()));
+}
+
+void bind_plan_tests(py::module_& m) {
+  m.def(
+      "packed_offset",
+      [](const Plan& p, int32_t index) {
+        plan::validate(p);
+        check_index("tile", index, plan::tile_order(p).num_tiles());
+        return plan::packed_offset(index, p.tile_m, p.tile_n);
+      },
+      py::arg("plan"), py::arg("index"),
+      "First element of the tile at `index` in a packed buffer.");
+  m.def(
+      "chunk_extent",
+      [](const Plan& p, int32_t chunk) {
+        check_chunk(p, chunk);
+        const plan::Extent extent = plan::chunk_extent(p, chunk);
+        return py::make_tuple(extent.offset, extent.count);
+      },
+      py::arg("plan"), py::arg("chunk"),
+      "(offset, count) of the chunk in the staging buffer, in elements; of several parts, the "
+      "first, and the others follow.");
+  m.def(
+      "chunk_rows",
+      [](const Plan& p, int32_t chunk) {
+        check_chunk(p, chunk);
+        const plan::Rows rows = plan::chunk_rows(p, chunk);
+        return py::make_tuple(rows.begin, rows.end);
+      },
+      py::arg("plan"), py::arg("chunk"),
+      "Rows [begin, end) that a row-major chunk covers: of the output, or of each part.");
+  m.def(
+      "buffer_elements",
+      [](const Plan& p) {
+        plan::validate(p);
+        return plan::buffer_elements(p);
+      },
+      py::arg("plan"), "Elements of the staging buffer.");
 }
 
 void bind_planner_tests(py::module_& m) {
@@ -121,6 +165,7 @@ PYBIND11_MODULE(_plan_test, m) {
   py::module_::import("overlap_torch._plan");  // has the classes
   bind_gather(m);
   bind_alltoall(m);
+  bind_plan_tests(m);
   bind_planner_tests(m);
   bind_proof_tests(m);
 }

@@ -16,6 +16,7 @@ from overlap_torch.plan.files import decode, to_dict
 from overlap_torch.plan.templates import packed, row_panels
 from overlap_torch.plan.types import DType, Kernel, Layout
 from plans import HOPPER_KERNELS
+from tests._plan_test import buffer_elements, packed_offset
 
 
 def meet_late(times: int) -> list[tuple[int, int]]:
@@ -278,7 +279,7 @@ def test_bench_traces_no_sweep(capsys) -> None:
 
 def buffer_of(plan: Plan, output: torch.Tensor) -> torch.Tensor:
     """The buffer that a plan's GEMM leaves: the output as it is, or tile by tile in tile order; padding is -1."""
-    buffer = output.new_full((plan.buffer_elements(),), -1.0)
+    buffer = output.new_full((buffer_elements(plan),), -1.0)
     if plan.layout == Layout.ROW_MAJOR:
         buffer[: output.numel()] = output.flatten()
         return buffer
@@ -288,7 +289,7 @@ def buffer_of(plan: Plan, output: torch.Tensor) -> torch.Tensor:
         part = output[rows, plan.tile_n * column : plan.tile_n * (column + 1)]
         tile = output.new_full((plan.tile_m, plan.tile_n), -1.0)
         tile[: part.shape[0], : part.shape[1]] = part
-        begin = plan.packed_offset(index)
+        begin = packed_offset(plan, index)
         buffer[begin : begin + tile.numel()] = tile.flatten()
     return buffer
 

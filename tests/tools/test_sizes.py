@@ -11,8 +11,6 @@ ROOT = Path(__file__).parents[2]
 MOST = 80
 MOST_OF_CLASS = 300
 MOST_OF_FILE = 500
-# A function that lists entries, one after the other, is no clearer in pieces.
-TABLES = {("csrc/binding/python/plan_module.cc", "bind_plan")}
 
 
 def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
@@ -69,7 +67,7 @@ def test_sizes_of_functions():
                 if lines > MOST:
                     long.add((file, name))
     assert seen > 3000
-    assert long == TABLES
+    assert not long
 
 
 def test_sizes_of_files_and_classes_of_the_package():

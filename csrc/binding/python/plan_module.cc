@@ -30,11 +30,6 @@ TileOrder order_of_tile(const Plan& plan, int32_t index) {
   return order;
 }
 
-void check_chunk(const Plan& plan, int32_t chunk) {
-  plan::validate(plan);
-  check_index("chunk", chunk, static_cast<int64_t>(plan.chunks.size()));
-}
-
 // A member of the enumeration, given itself, its name in lower case, or the torch.dtype of that name. This module knows no
 // torch, but every torch.dtype calls itself torch.<name>.
 template <typename Enum>
@@ -241,43 +236,6 @@ void bind_plan(py::module_& m) {
             return plan::tile_chunk(order_of_tile(p, index), index);
           },
           py::arg("index"), "Chunk of the tile at `index` in tile order.")
-      .def(
-          "packed_offset",
-          [](const Plan& p, int32_t index) {
-            (void)order_of_tile(p, index);
-            return plan::packed_offset(index, p.tile_m, p.tile_n);
-          },
-          py::arg("index"), "First element of the tile at `index` in a packed buffer.")
-      .def(
-          "chunk_extent",
-          [](const Plan& p, int32_t chunk) {
-            check_chunk(p, chunk);
-            const Extent extent = plan::chunk_extent(p, chunk);
-            return py::make_tuple(extent.offset, extent.count);
-          },
-          py::arg("chunk"),
-          "(offset, count) of the chunk in the staging buffer, in elements; of several parts, the "
-          "first, and the others follow.")
-      .def(
-          "chunk_rows",
-          [](const Plan& p, int32_t chunk) {
-            check_chunk(p, chunk);
-            if (p.layout != Layout::kRowMajor) {
-              throw py::value_error(
-                  "chunk_rows is for the layout row_major, the plan has packed: take chunk_extent");
-            }
-            const Rows rows = plan::chunk_rows(p, chunk);
-            return py::make_tuple(rows.begin, rows.end);
-          },
-          py::arg("chunk"),
-          "Rows [begin, end) that a row-major chunk covers: of the output, or of each part.")
-      .def(
-          "buffer_elements",
-          [](const Plan& p) {
-            plan::validate(p);
-            return plan::buffer_elements(p);
-          },
-          "Elements of the staging buffer.")
       .def("validate", &validate_with_steps,
            "Raises ValueError if the plan cannot run, as the function does.")
       .def("encode", &plan::encode, "The plan as a flat list of integers.")
