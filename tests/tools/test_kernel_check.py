@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recorder import ROOT, load_setup
+import setup
 
 pytestmark = pytest.mark.gpu
 TARGETS = (
@@ -21,7 +21,6 @@ LIMIT_S = 300
 def program() -> Path:
     if built := os.environ.get("KERNEL_CHECK"):
         return Path(built).resolve()
-    setup = load_setup(ROOT)
     try:
         return setup.build_kernel_check()
     except setup.NoCudaError as error:

@@ -1,0 +1,179 @@
+// Checks on calls made by hand: the record finds what it is there to find, and a group finds failures while the driver is
+// busy, and agrees on memory where one rank has none left.
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <thread>
+
+#include "record.h"
+#include "runtime/error.h"
+#include "runtime/group.h"
+
+namespace recorder {
+namespace {
+
+namespace runtime = overlap::runtime;
+using namespace std::chrono_literals;
+using Calls = std::function<void(cudaStream_t caller, cudaStream_t side)>;
+
+std::vector<std::string> failures;
+
+void expect(bool holds, const std::string& what) {
+  if (!holds) failures.push_back(what);
+}
+
+// The text of a call; its violations lie in the record.
+std::string text_of(const Calls& calls, bool captured = false) {
+  record().begin_case(2, 0);
+  const cudaStream_t caller = record().new_stream("caller");
+  const cudaStream_t side = record().new_stream("side");
+  record().begin_call(caller, captured);
+  calls(caller, side);
+  record().end_call(caller);
+  return record().text();
+}
+
+void order(cudaStream_t before, cudaStream_t after) {
+  const cudaEvent_t event = record().new_event(false);
+  record().mark(event, before);
+  record().wait(after, event);
+}
+
+// An operation on each stream, and the waits between them.
+Calls call(int forks, int joins, bool side_first = false) {
+  return [=](cudaStream_t caller, cudaStream_t side) {
+    if (side_first) record().operation(side, "B");
+    record().operation(caller, "A");
+    for (int i = 0; i < forks; ++i) order(caller, side);
+    if (!side_first) record().operation(side, "B");
+    for (int i = 0; i < joins; ++i) order(side, caller);
+  };
+}
+
+void check_record() {
+  const std::string plain = text_of(call(1, 1));
+  expect(plain.find("B | caller#0") != std::string::npos, "an operation names what it comes after");
+  expect(text_of(call(2, 1)) == plain, "a redundant wait does not show");
+  expect(text_of(call(0, 1)) != plain, "a wait left out shows");
+  expect(text_of(call(0, 1)) == text_of(call(0, 1, true)), "the host's turns do not show");
+
+  const auto finds = [](size_t count, const Calls& calls, bool captured, const char* what) {
+    (void)text_of(calls, captured);
+    expect(record().violations.size() == count, what);
+  };
+  const Calls waits = [](cudaStream_t, cudaStream_t) { record().host("the host waits"); };
+  const Calls frees = [](cudaStream_t, cudaStream_t) { record().free(); };
+  const Calls reaches = [](cudaStream_t, cudaStream_t) {
+    const auto* block = static_cast<const char*>(record().allocate("block", 64));
+    for (const int offset : {48, 56}) (void)at(block + offset, 16);
+  };
+  finds(0, call(1, 1), true, "a captured call is sound");
+  finds(1, call(1, 0), false, "a call that is not joined is found");
+  finds(1, reaches, false, "an access beyond its memory is found");
+  finds(2, call(0, 1), true, "an operation that no capture holds is found, and the wait for it");
+  finds(1, waits, true, "a host that waits in a capture is found");
+  finds(1, frees, false, "memory that is freed in a call is found");
+}
+
+// All ranks come, and call the same; `left`: what the other rank says when it leaves a call.
+std::shared_ptr<runtime::Group> group_of(const std::string& name, int64_t timeout_ms,
+                                         const std::string& left = "") {
+  record().begin_case(2, 0);
+  runtime::GroupOptions options = options_of(name, timeout_ms);
+  options.bootstrap.get = [left, get = options.bootstrap.get](const std::string& key) {
+    if (key.ends_with("/abandoned")) return std::vector<uint8_t>(left.begin(), left.end());
+    return get(key);
+  };
+  options.bootstrap.has = [left](const std::string& key) {
+    if (key.ends_with("/abandoned")) return !left.empty();
+    return key.find("/calls/") == std::string::npos && !key.ends_with("/disagreement");
+  };
+  return std::make_shared<runtime::Group>(std::move(options));
+}
+
+// Has a call in flight from now on, and is watched until the program ends.
+void call(const std::shared_ptr<runtime::Group>& group) {
+  overlap::plan::Problem problem;
+  problem.m = problem.n = problem.k = 64;
+  problem.world_size = 2;
+  group->add_call(problem);
+  group->track(nullptr, 2);
+  runtime::watch_group(group);
+}
+
+void expect_soon(const std::function<bool()>& holds, const std::string& what) {
+  const auto end = std::chrono::steady_clock::now() + 10s;
+  while (!holds() && std::chrono::steady_clock::now() < end) std::this_thread::sleep_for(2ms);
+  expect(holds(), what);
+}
+
+// The calls throw an error that says this part; "": none.
+void expect_failure(const std::string& part, const std::function<void()>& calls) {
+  std::string said;
+  try {
+    calls();
+  } catch (const runtime::Error& error) {
+    said = error.what();
+  }
+  expect(part.empty() ? said.empty() : said.find(part) != std::string::npos,
+         "'" + part + "' is not in '" + said + "'");
+}
+
+void expect_ended(runtime::Group& group, const std::string& part, const std::string& what) {
+  expect_soon([&] { return group.idle(); }, what);
+  expect_failure(part, [&] { group.check(); });
+}
+
+void check_groups() {
+  Driver& cuda = driver;
+  const auto full = group_of("full", 60'000);
+  const auto staging = [&](int64_t mib) { return full->staging(mib << 20, {{}}, false); };
+  void* const before = staging(1);
+  cuda.full = true;
+  expect_failure("rank 0 cannot allocate 64 MiB", [&] { (void)staging(64); });
+  expect(staging(1) == before, "what was there stays");
+  cuda.full = false;
+  expect(staging(64) != before, "it is taken once it is there");
+
+  const auto left = group_of("left", 60'000, "rank 1 left a call by an exception.");
+  const auto unseen = group_of("unseen", 300);
+  const auto late = group_of("late", 300);
+  const auto ended = group_of("ended", 300);
+  record().on = false;  // it is of one thread
+  const std::string kLate = "did not finish within";
+
+  cuda.ends = false;
+  cuda.busy = true;
+  call(left);
+  expect_soon([&] { return cuda.kept == 1; }, "one thread asks the driver, and is kept");
+  expect_ended(*left, "rank 1 left a call",
+               "a rank that left is found while the driver keeps the observer, and all is aborted");
+  expect(cuda.aborted > 0, "communicators are aborted");
+  expect(cuda.kept == 1, "who watches is not kept");
+
+  const auto begin = std::chrono::steady_clock::now();
+  call(unseen);
+  expect_ended(*unseen, kLate, "a call that cannot be looked at is late at last");
+  expect(std::chrono::steady_clock::now() - begin >= 500ms, "but not at its deadline");
+
+  cuda.busy = false;
+  cuda.busy.notify_all();
+  call(late);
+  expect_ended(*late, kLate, "a call is late at its deadline");
+
+  cuda.ends = true;
+  call(ended);
+  expect_soon([&] { return ended->idle(); }, "a call that has ended is forgotten");
+  std::this_thread::sleep_for(600ms);
+  expect_failure("", [&] { ended->check(); });
+}
+
+}  // namespace
+
+std::vector<std::string> failed_checks() {
+  check_record();
+  check_groups();
+  return failures;
+}
+
+}  // namespace recorder
