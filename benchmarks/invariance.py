@@ -25,8 +25,7 @@ VARIANTS = ("GEMM", "GEMM, NCCL", *INVARIANCES)
 def _rows(args: argparse.Namespace) -> Iterator[dict]:
     device, ranks = current_device(), dist.get_world_size()
     watch = Stopwatch(device)
-    for text in args.shapes.split(","):
-        n, k = (int(size) for size in text.split("x"))
+    for n, k in args.shapes:
         for m in args.rows:
             torch.manual_seed(dist.get_rank())
             input = torch.randn(m, k // ranks, device=device, dtype=torch.bfloat16)
@@ -60,10 +59,23 @@ def _cells(row: dict) -> list[str]:
     return [shape, *(time.spread(1) for time in times), *speeds]
 
 
+def _sizes(text: str, args: argparse.Namespace) -> list[tuple[int, int]]:
+    try:
+        sizes = [tuple(int(size) for size in shape.split("x")) for shape in text.split(",")]
+    except ValueError:
+        sizes = [()]
+    if any(len(size) != 2 or size[1] % 64 for size in sizes):
+        raise ValueError(f"--shapes takes N x K, K a multiple of 64, such as 4096x8192, not {text}")
+    return sizes
+
+
 OPTIONS = (
     Option("--rows", type=numbers, default=[1, 16, 128, 512, 2048, 8192]),
     Option(
-        "--shapes", default="4096x4096,4096x14336,8192x8192,8192x28672", help="N x K of all ranks"
+        "--shapes",
+        default="4096x4096,4096x14336,8192x8192,8192x28672",
+        check=_sizes,
+        help="N x K of all ranks",
     ),
     Option("--mode", choices=["graph", "call", "row"], default="graph"),
     Option("--repeats", type=int, default=9),

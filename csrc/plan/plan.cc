@@ -270,7 +270,7 @@ bool kernel_takes_groups(const Problem& problem) {
 }
 
 bool adds_by_pairs(const Problem& problem) {
-  return problem.invariance == Invariance::kWorld && problem.world_size > 2;
+  return problem.invariance == Invariance::kWorld && problem.world_size > 1;
 }
 
 bool every_part_has_rows(const Problem& problem) {

@@ -184,7 +184,7 @@ bool is_invariant(const Plan& plan);
 int32_t k_groups(const Problem& problem);
 // True if the Hopper kernel multiplies these groups: it then does so for any number of ranks and rows.
 bool kernel_takes_groups(const Problem& problem);
-// True if the ranks' terms are added by pairs. Two terms have one order.
+// True if the ranks' terms are added by pairs.
 bool adds_by_pairs(const Problem& problem);
 
 // Tile rows of a band, at most: it keeps a wave of tiles square. Higher ones finish later and share no

@@ -66,11 +66,18 @@ def all_reduce(part: torch.Tensor, group: str, invariance: str | None) -> torch.
     begun = start_all_gather(part.reshape(1, -1), group)
     terms = wait_for_gather(begun, ranks, 0).unbind()
     if invariance == "world":
+        if ranks not in (1, 2, 4, 8):
+            raise ValueError(
+                f"an all-reduce with the invariance world is of {ranks} ranks, allowed are 1, 2, 4 and 8: take "
+                "OVERLAP_INVARIANCE=batch"
+            )
         while len(terms) > 1:
             terms = tuple(a + b for a, b in zip(terms[::2], terms[1::2], strict=True))
         return terms[0].view(part.shape)
     wide = torch.float64 if part.dtype == torch.float64 else torch.float32
-    total = torch.zeros(part.numel(), dtype=wide, device=part.device)
+    total = torch.full(
+        (part.numel(),), -0.0, dtype=wide, device=part.device
+    )  # 0 would turn -0 to 0
     for term in terms:
         total = total + term
     return total.to(part.dtype).view(part.shape)

@@ -85,7 +85,8 @@ def enable() -> type:
             batch_invariant,
         )
         _enabled = base.register_oot(ours)
-        for name, default in (("OVERLAP_VLLM", "0"), (_serving.ROWS, "")):
+        usual = (("OVERLAP_VLLM", "0"), (_serving.ROWS, ""), ("OVERLAP_INVARIANCE", "none"))
+        for name, default in usual:
             envs.environment_variables[name] = functools.partial(os.environ.get, name, default)
         envs.environment_variables["OVERLAP_GRAPHS"] = (
             _vllm_norms.key

@@ -155,7 +155,7 @@ def test_vllms_classes_are_registered_once(failures: Failures) -> None:
             vllm.enable()
     groups = str(dist.get_world_size())
     failures.holds(groups, keyed.pop("OVERLAP_GRAPHS").rpartition("((")[2], "groups in the key")
-    right = {"OVERLAP_VLLM": "1", "OVERLAP_MOE_ROWS": ""}
+    right = {"OVERLAP_VLLM": "1", "OVERLAP_MOE_ROWS": "", "OVERLAP_INVARIANCE": "none"}
     failures.equal(keyed, right, "the key of compiled graphs")
     _, called = ops_of(lambda: before(my_features(integers(ROWS, K, seed=3))))
     failures.equal(called, [], "a layer made before")

@@ -24,7 +24,7 @@ from peer_races import come_late, so_many_calls
 ROWS = 720  # the ranks of all tests divide them
 SOME = (1, 2, 7, 64, 127, 128, 129, 300, 512)
 everywhere = pytest.mark.ranks(
-    (1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"), (3, "nccl"), (4, "nccl")
+    (1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"), (3, "nccl"), (4, "nccl")
 )
 over_gpus = pytest.mark.ranks((2, "nccl"), (3, "nccl"), (4, "nccl"))
 GROUPS = 8  # of the K of all ranks
@@ -137,7 +137,8 @@ def expect_rows_alike(
     bias = draw(99, n, dtype=dtype)
     failures.expect_equal([call(input[:300], weight, bias)], [right[:300] + bias], "bias")
     other = weight.t().contiguous().t()
-    failures.expect_equal([call(input[:300], other)], [right[:300]], "a weight along N")
+    for rows in (16, 300):
+        failures.expect_equal([call(input[:rows], other)], [right[:rows]], rows, "a weight along N")
     shifted = torch.empty(ROWS * k + 1, dtype=dtype, device=input.device)[1:].view(ROWS, k)
     failures.expect_equal([call(shifted.copy_(input), weight)], [right], "an odd address")
 
@@ -200,6 +201,26 @@ def test_world_invariant_sums_are_those_of_any_number_of_ranks(
             failures.expect_equal([found], [right[:rows]], call.__name__, rows, "rows")
         found = call(mine, weights, bias, invariance="world")
         failures.expect_equal([found], [right + bias], call.__name__, "bias")
+
+
+@any_world
+@pytest.mark.parametrize(("n", "k"), [(264, 512), (8200, 1024), (37, 40)])
+def test_world_invariant_ranks_have_the_bits_of_one(failures: Failures, n: int, k: int) -> None:
+    """Numbers whose order along K shows; and products so small that each is -0."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    input, weight = draw(1, ROWS, k), draw(2, n, k)
+    small = torch.zeros_like(input)
+    small[:, :: k // GROUPS] = 1e-30
+    for name, x, w in (("drawn", input, weight), ("small", small, torch.full_like(weight, -1e-30))):
+        mine, weights = x.chunk(world, 1)[rank], w.chunk(world, 1)[rank]
+        for rows in (1, 128, ROWS):
+            right = overlap_torch.gemm_allreduce(x[:rows], w, group=alone, invariance="world")
+            for call in (reduced, scattered):
+                for part in (weights, weights.contiguous()):
+                    found = call(mine[:rows], part, invariance="world")
+                    bits = [found.view(torch.int16)]
+                    failures.expect_equal(bits, [right.view(torch.int16)], name, rows, "rows")
 
 
 def plans_of(

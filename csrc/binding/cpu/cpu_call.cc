@@ -107,7 +107,7 @@ bool takes_composition(const OpCall& call) {
   if (call.problem.invariance != plan::Invariance::kNone) {
     call.group->count_unplanned(call.problem, at::kCPU,
                                 "no plan on CPU is invariant: blocks of 128 rows, whose "
-                                "terms are gathered and added in rank order");
+                                "terms are gathered and added in order");
     if (call.group->runs_plans(at::kCPU))
       call.group->announce(call.description(), 0, call.row_counts());
     return true;

@@ -48,7 +48,7 @@ std::optional<at::Tensor> device_scaled_product(const Scales&, const at::Tensor&
   return std::nullopt;
 }
 
-std::optional<at::Tensor> product_in_groups(const OpCall&, int64_t) {
+std::optional<at::Tensor> kernel_product(const OpCall&, int64_t) {
   return std::nullopt;
 }
 

@@ -99,7 +99,7 @@ class Reduction : public CudaOperands {
       } else if (plan::k_groups(plan_.problem) > 0) {
         OpCall ordered = call_;
         ordered.input = input_;
-        made_ = *product_in_groups(ordered, input_.size(0));
+        made_ = *kernel_product(ordered, input_.size(0));
       } else {
         made_ = product(input_, scales_of({0, input_.size(0)}), 0, false);
       }
@@ -224,12 +224,13 @@ void multiply_few_rows(const kernels::GemmParams& gemm, const at::TensorOptions&
 }  // namespace
 #endif
 
-std::optional<at::Tensor> product_in_groups(const OpCall& call, int64_t rows) {
+std::optional<at::Tensor> kernel_product(const OpCall& call, int64_t rows) {
   constexpr plan::Kernel kKernel = plan::Kernel::kSm90Pingpong;
   const at::Device device = call.input.device();
-  if (!device.is_cuda() || !plan::kernel_takes_groups(call.problem) || !has_kernels(device)) {
-    return std::nullopt;
-  }
+  const bool in_groups = plan::k_groups(call.problem) > 0;
+  const bool takes =
+      in_groups ? plan::kernel_takes_groups(call.problem) : !call.scales && call.problem.k > 0;
+  if (!device.is_cuda() || !takes || !has_kernels(device)) return std::nullopt;
   const c10::cuda::CUDAGuard guard(device);
   at::Tensor output = empty({rows, call.problem.n}, call.output_options());
   if (rows == 0) return output;
@@ -247,11 +248,13 @@ std::optional<at::Tensor> product_in_groups(const OpCall& call, int64_t rows) {
   gemm.ctas = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   if (!kernel_takes(gemm, own.weight(), plan)) return std::nullopt;  // a GPU or a build without it
 #if defined(OVERLAP_WITH_SM90)
-  if (rows <= kernels::kMostFewRows && without_gaps(own.weight())) {
+  if (in_groups && rows <= kernels::kMostFewRows && without_gaps(own.weight())) {
     multiply_few_rows(gemm, own.input.options());
     return output;
   }
 #endif
+  at::Tensor tile;
+  if (rows < plan.tile_m) tile = whole_tile(own.input, plan.tile_m, gemm);
   const at::Tensor memory = group_memory(gemm, own.input.options());
   if (memory.defined()) gemm.groups.memory = memory.data_ptr();
   C10_CUDA_CHECK(kernels::launch_gemm(kKernel, gemm, at::cuda::getCurrentCUDAStream().stream()));

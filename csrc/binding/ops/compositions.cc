@@ -68,8 +68,8 @@ at::Tensor sum_by_pairs(std::vector<at::Tensor> terms) {
 // Each row as Invariance asks for it.
 at::Tensor invariant_product(const OpCall& call, int64_t rows) {
   const int64_t groups = plan::k_groups(call.problem);
+  if (const auto product = kernel_product(call, rows)) return *product;
   if (groups == 0 || call.problem.k == 0) return gemm_by_blocks(call, rows);
-  if (const auto product = product_in_groups(call, rows)) return *product;
   const int64_t k = call.problem.k / groups;
   std::vector<at::Tensor> products;
   for (int64_t group = 0; group < groups; ++group) {
@@ -115,7 +115,8 @@ at::Tensor sum_in_order(const at::Tensor& terms, int64_t ranks) {
   const at::ScalarType type = terms.scalar_type();
   const at::ScalarType wide = type == at::kDouble ? at::kDouble : at::kFloat;
   const int64_t rows = terms.size(0) / ranks;
-  at::Tensor sum = at::zeros({rows, terms.size(1)}, terms.options().dtype(wide));
+  // With 0, terms of -0 would become 0.
+  at::Tensor sum = at::full({rows, terms.size(1)}, -0.0, terms.options().dtype(wide));
   for (int64_t rank = 0; rank < ranks; ++rank) sum.add_(terms.narrow(0, rank * rows, rows));
   return sum.to(type);
 }

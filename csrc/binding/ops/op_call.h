@@ -79,8 +79,9 @@ at::Tensor gemm_alltoall_composition(const OpCall& call);
 // The composition of Invariance::kBatch and kWorld, for any number of ranks: the framework's GEMM of 128 rows at a time, so
 // that none depends on their number; then the ranks' terms, added up as the kernels do.
 at::Tensor invariant_composition(const OpCall& call);
-// Invariance::kWorld: the product of the groups of K, by the Hopper kernel; null where that does not take them.
-std::optional<at::Tensor> product_in_groups(const OpCall& call, int64_t rows);
+// An invariant call's product of its first rows by the Hopper kernel, whose bits depend on no other row; null where that
+// does not take the operands, whatever the number of rows.
+std::optional<at::Tensor> kernel_product(const OpCall& call, int64_t rows);
 
 at::Tensor gemm_reduction_cpu(const OpCall& call);  // gemm_allreduce, gemm_reducescatter
 AllGatherGemmResult allgather_gemm_cpu(const OpCall& call);

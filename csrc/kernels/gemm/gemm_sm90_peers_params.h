@@ -106,7 +106,9 @@ CUTLASS_DEVICE void add_peer_terms(const Params& params, const typename Types::S
     const bool is_stored = row < terms.rows;
     CUTLASS_PRAGMA_UNROLL
     for (int begin = 0; begin < kPieces; begin += kAtOnce) {
-      float total[2 * kAtOnce] = {};
+      float total[2 * kAtOnce];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2 * kAtOnce; ++i) total[i] = kNoSum;
       [[maybe_unused]] PairSum<2 * kAtOnce> pairs;
       for (int rank = 0; rank < tiles.ranks; ++rank) {
         Output term[kAtOnce][2];

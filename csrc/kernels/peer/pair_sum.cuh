@@ -5,6 +5,9 @@
 
 namespace overlap::kernels {
 
+// The sum of no terms: with 0, terms of -0 would become 0.
+constexpr float kNoSum = -0.0f;
+
 // Takes 1, 2, 4 or 8 terms of `kCount` numbers in their order. `round(x)`: x as the terms' type holds it.
 template <int kCount>
 struct PairSum {

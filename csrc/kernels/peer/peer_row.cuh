@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/peer/pair_sum.cuh"
 #include "kernels/peer/peer_sum.cuh"
 #include "kernels/peer/peer_unit.cuh"
 
@@ -221,7 +222,8 @@ __device__ __forceinline__ Words<kUnits> sum_row(const RowPart<kUnits>& part, co
                                                  const UnitPeers& peers,
                                                  const Words<kUnits>& own_words, int64_t place) {
   constexpr int kTogether = 4 / kUnits;
-  Floats<kUnits> sum = {};
+  Floats<kUnits> sum;
+  each_word<kUnits>([&](int u, int w) { sum.value[u][w][0] = sum.value[u][w][1] = kNoSum; });
 #pragma unroll 1
   for (int first = 0; first < peers.ranks; first += kTogether) {
     Arriving<kUnits, kTogether> arriving;

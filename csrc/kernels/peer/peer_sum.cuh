@@ -26,8 +26,13 @@ __device__ __forceinline__ Access<T, kVector> add_bias(Access<T, kVector> value,
 // kByPairs: by pairs; else in order, rounded once.
 template <class T, int kVector, bool kByPairs>
 struct Sum {
-  float value[kVector] = {};
+  float value[kVector];
   std::conditional_t<kByPairs, PairSum<kVector>, Nothing> pairs;
+
+  __device__ __forceinline__ Sum() {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) value[e] = kNoSum;
+  }
 
   __device__ __forceinline__ void add(const Access<T, kVector>& term, int rank) {
     if constexpr (kByPairs) {
