@@ -102,11 +102,10 @@ Simulation::Place Simulation::place(const Here& here, const Where& where, int64_
                                     Node by) const {
   const bool fits = where.offset >= 0 && where.offset + bytes <= room(here, where);
   if (bytes > 0 && !fits) {
-    fail(Fault::Kind::kResult,
-         says(by) + " takes bytes " + std::to_string(where.offset) + " to " +
-             std::to_string(where.offset + bytes) + " of " + name(where.buffer) + ", which has " +
-             std::to_string(room(here, where)),
-         nullptr);
+    fail(Fault::Kind::kResult, says(by) + " takes bytes " + std::to_string(where.offset) + " to " +
+                                   std::to_string(where.offset + bytes) + " of " +
+                                   name(where.buffer) + ", which has " +
+                                   std::to_string(room(here, where)));
   }
   return {key(here, where), where.offset};
 }
@@ -164,10 +163,8 @@ void Simulation::reads_calls(const Span& span, const Here& here) {
 
 void Simulation::ends_call(Node node, Here& here) {
   if (here.ended || !here.list->takes_slot) {
-    fail(Fault::Kind::kDeadlock,
-         says(node) +
-             (here.ended ? " ends a call that has been ended" : " ends a call that takes no slot"),
-         nullptr);
+    fail(Fault::Kind::kDeadlock, says(node) + (here.ended ? " ends a call that has been ended"
+                                                          : " ends a call that takes no slot"));
   }
   accesses_.push_back(
       {key(here.rank, kCallsEnded, here.call->slot), 0, 1, node, node, true, false});
@@ -248,8 +245,7 @@ void Simulation::expand(int32_t turn) {
       fail(Fault::Kind::kDeadlock,
            says(turn, here.rank, -1) +
                ": nothing ends the call, so the peers wait in vain for its slot, and its next "
-               "call in this slot for numbers that the peers do not send",
-           nullptr);
+               "call in this slot for numbers that the peers do not send");
     }
     ends.push_back(*here.ended);
   }
@@ -313,10 +309,8 @@ void Simulation::expand_rank(Here& here) {
     if (machine_.serial && i > 0) graph_.edge(here.ends[i - 1], span.first);
     for (const StepId id : step.after) {
       if (id < 0 || id >= here.id) {
-        fail(Fault::Kind::kDeadlock,
-             says(span.first) + " comes after #" + std::to_string(id) +
-                 ", which is not enqueued before it",
-             nullptr);
+        fail(Fault::Kind::kDeadlock, says(span.first) + " comes after #" + std::to_string(id) +
+                                         ", which is not enqueued before it");
       }
       graph_.edge(here.ends[at(id)], span.first);
     }
@@ -348,8 +342,7 @@ void Simulation::check_joins(Here& here) const {
       fail(Fault::Kind::kRace,
            says(here.turn, here.rank, static_cast<StepId>(i)) +
                " is not joined: the caller's stream goes on without it, and no CUDA graph can "
-               "capture it",
-           nullptr);
+               "capture it");
     }
     lanes[step.lane] = true;
     for (const StepId id : step.after) {
@@ -400,10 +393,9 @@ void Simulation::agree(const Turn& turn, int32_t number) const {
   for (int32_t rank = 1; rank < ranks_; ++rank) {
     const std::string own = communication((*turn.lists)[at(rank)]);
     if (own == first) continue;
-    fail(Fault::Kind::kDisagreement,
-         says(number, rank, -1) + " communicates otherwise than rank 0:\n" + own + "and rank 0:\n" +
-             first,
-         nullptr);
+    fail(Fault::Kind::kDisagreement, says(number, rank, -1) +
+                                         " communicates otherwise than rank 0:\n" + own +
+                                         "and rank 0:\n" + first);
   }
 }
 

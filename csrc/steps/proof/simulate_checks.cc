@@ -79,7 +79,7 @@ void Simulation::check_circles() {
   if (graph_.close()) return;
   std::string text;
   for (const Node node : graph_.circle()) text += (text.empty() ? "" : "; for ") + says(node);
-  fail(Fault::Kind::kDeadlock, "these wait for each other: " + text, nullptr);
+  fail(Fault::Kind::kDeadlock, "these wait for each other: " + text);
 }
 
 // A later call's number in place of what an earlier one waits for; not the other way round, as numbers only grow.
@@ -104,12 +104,10 @@ void Simulation::check_races() {
       if (graph_.before(a.last, b.first) || graph_.before(b.last, a.first)) continue;
       const Access& from = a.write ? a : b;
       const Access& to = a.write ? b : a;
-      fail(Fault::Kind::kRace,
-           says(from.last) + " writes " + name_of(a.key) + " from " +
-               std::to_string(std::max(a.begin, b.begin)) + " to " +
-               std::to_string(std::min(a.end, b.end)) + " while " + says(to.last) +
-               (to.write ? " writes it, too" : " reads it"),
-           nullptr);
+      fail(Fault::Kind::kRace, says(from.last) + " writes " + name_of(a.key) + " from " +
+                                   std::to_string(std::max(a.begin, b.begin)) + " to " +
+                                   std::to_string(std::min(a.end, b.end)) + " while " +
+                                   says(to.last) + (to.write ? " writes it, too" : " reads it"));
     }
   }
 }
@@ -246,10 +244,9 @@ std::vector<Run> Simulation::read(Key key, int64_t begin, int64_t bytes, Node by
   if (found == contents_.end() && bytes > 0) runs.push_back({bytes, 0, {}});
   for (const Run& run : runs) {
     if (run.content.space != Content::Space::kNothing) continue;
-    fail(Fault::Kind::kResult,
-         says(by) + " reads what was never written, in " + name_of(key) + " from " +
-             std::to_string(begin) + " to " + std::to_string(begin + bytes),
-         nullptr);
+    fail(Fault::Kind::kResult, says(by) + " reads what was never written, in " + name_of(key) +
+                                   " from " + std::to_string(begin) + " to " +
+                                   std::to_string(begin + bytes));
   }
   return runs;
 }
@@ -275,10 +272,9 @@ void Simulation::write_columns(Key to, int64_t offset, const TileRows& rows, int
     there = true;
   }
   if (!fits) {
-    fail(Fault::Kind::kResult,
-         says(by) + " writes tiles of tile row " + std::to_string(rows.tile_row) +
-             " twice, or not beside the others, or of other ranks",
-         nullptr);
+    fail(Fault::Kind::kResult, says(by) + " writes tiles of tile row " +
+                                   std::to_string(rows.tile_row) +
+                                   " twice, or not beside the others, or of other ranks");
   }
   if (std::all_of(row.columns.begin(), row.columns.end(), [](bool there) { return there; })) {
     contents_[to].write(offset, what);
@@ -292,8 +288,8 @@ std::vector<Run> Simulation::product(const std::vector<Run>& inputs, int64_t fro
   for (const Run& run : inputs) {
     const bool rows = run.position % from_row_bytes == 0 && run.bytes % from_row_bytes == 0;
     if (run.content.space != Content::Space::kInput || run.content.call != turn || !rows) {
-      fail(Fault::Kind::kResult, says(by) + " computes with what are not rows of this call's input",
-           nullptr);
+      fail(Fault::Kind::kResult,
+           says(by) + " computes with what are not rows of this call's input");
     }
     Content content = run.content;
     content.space = Content::Space::kProduct;
@@ -332,8 +328,7 @@ std::vector<Run> Simulation::add(const std::vector<std::vector<Run>>& terms, boo
                            content.space == Content::Space::kNothing;
       if (!alike && !filling && !(nothing && by_library)) {
         fail(Fault::Kind::kResult,
-             says(by) + " adds rows that do not belong together, or have their bias already",
-             nullptr);
+             says(by) + " adds rows that do not belong together, or have their bias already");
       }
       used[i] += bytes;
       if (used[i] == run.bytes) {
@@ -348,7 +343,7 @@ std::vector<Run> Simulation::add(const std::vector<std::vector<Run>>& terms, boo
     if (commutes) std::sort(parts.begin(), parts.end());
     content.sum = sums_.add(parts, by_library);
     if (sums_.twice(content.sum)) {
-      fail(Fault::Kind::kResult, says(by) + " adds what a rank contributes a second time", nullptr);
+      fail(Fault::Kind::kResult, says(by) + " adds what a rank contributes a second time");
     }
     const bool joins = !sum.empty() && sum.back().content == content &&
                        sum.back().position + sum.back().bytes == position;
@@ -363,7 +358,7 @@ std::vector<Run> Simulation::add(const std::vector<std::vector<Run>>& terms, boo
 
 void Simulation::add_bias(std::vector<Run>& runs, Node by) const {
   for (Run& run : runs) {
-    if (run.content.biased) fail(Fault::Kind::kResult, says(by) + " adds the bias again", nullptr);
+    if (run.content.biased) fail(Fault::Kind::kResult, says(by) + " adds the bias again");
     run.content.biased = true;
   }
 }
@@ -391,10 +386,8 @@ void Simulation::expect_runs(const std::vector<Run>& runs, int64_t offset, Conte
       wrong = biased ? "has no bias" : "has a bias";
     }
     if (!wrong.empty()) {
-      fail(Fault::Kind::kResult,
-           says(by) + " reads results, and its " + what + " from byte " +
-               std::to_string(offset + place) + " on " + wrong,
-           nullptr);
+      fail(Fault::Kind::kResult, says(by) + " reads results, and its " + what + " from byte " +
+                                     std::to_string(offset + place) + " on " + wrong);
     }
     place += run.bytes;
   }
@@ -459,8 +452,7 @@ void Simulation::expect(const Here& here, Node by) {
       first.begin(), first.end(), found.begin(), found.end(),
       [](const Run& a, const Run& b) { return a.bytes == b.bytes && a.content == b.content; });
   if (!same) {
-    fail(Fault::Kind::kResult, says(by) + " reads sums that another rank adds in another order",
-         nullptr);
+    fail(Fault::Kind::kResult, says(by) + " reads sums that another rank adds in another order");
   }
 }
 

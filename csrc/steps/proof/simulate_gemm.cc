@@ -4,6 +4,16 @@
 #include "steps/proof/simulation.h"
 
 namespace overlap::steps {
+
+struct GemmPiece {
+  int32_t chunk = 0;      // of the order
+  int32_t phase = 0;      // with kSplit
+  int32_t first_row = 0;  // with kSplit, of the part's tile rows
+  int32_t end_row = 0;
+  int32_t tiles = 0;
+  std::vector<TileRows> rows;
+};
+
 namespace {
 
 // A ring's tile meets only the same tile of other phases, so rows of tiles that are looked at together stand for each
@@ -16,14 +26,10 @@ int64_t rows_of_part(const Gemm& step, int32_t part) {
   return std::min(rows, step.rows.end - step.rows.begin - part * rows);
 }
 
-}  // namespace
-
-// --- GEMMs ---
-
-Simulation::TileRows Simulation::tile_rows(const Here& here, const Gemm& step,
-                                           const plan::TileOrder& order, int32_t tile_row) const {
+TileRows tile_rows(const plan::Plan& plan, const Gemm& step, const plan::TileOrder& order,
+                   int32_t tile_row) {
   using Mode = plan::RowMap::Mode;
-  const int64_t tile = here.plan->tile_m;
+  const int64_t tile = plan.tile_m;
   const plan::TileRowPlace place =
       plan::tile_row_place(order, step.map, static_cast<int32_t>(tile), tile_row);
   TileRows rows;
@@ -72,22 +78,22 @@ Simulation::TileRows Simulation::tile_rows(const Here& here, const Gemm& step,
   return rows;
 }
 
-std::vector<Simulation::Piece> Simulation::pieces(const Here& here, const Gemm& step) const {
-  const plan::TileOrder& order = here.list->orders[at(step.order)];
+std::vector<GemmPiece> pieces(const plan::Plan& plan, const plan::TileOrder& order,
+                              const Gemm& step) {
   const bool split = step.map.mode == plan::RowMap::Mode::kSplit;
   const int32_t height = step.map.part_tile_rows;
   const int32_t groups = !split ? 1 : step.announces ? std::min(kRowGroups, height) : 1;
-  std::map<std::pair<int32_t, int32_t>, Piece> found;
-  if (here.plan->layout == plan::Layout::kPacked) {
+  std::map<std::pair<int32_t, int32_t>, GemmPiece> found;
+  if (plan.layout == plan::Layout::kPacked) {
     for (int32_t chunk = 0; chunk < order.num_chunks; ++chunk) {
-      Piece piece;
+      GemmPiece piece;
       piece.chunk = chunk;
       piece.tiles = plan::chunk_tiles(order, chunk);
       found[{chunk, 0}] = piece;
     }
   }
   for (int32_t row = 0; row < order.tiles_m && found.size() < at(plan::kMaxChunks + 1); ++row) {
-    if (here.plan->layout == plan::Layout::kPacked) break;
+    if (plan.layout == plan::Layout::kPacked) break;
     const int32_t index = plan::tile_index(order, {row, 0});
     const int32_t stride = order.tiles_n > 1 ? plan::tile_index(order, {row, 1}) - index : 1;
     const auto column_at = [&](int32_t tile) {
@@ -97,7 +103,7 @@ std::vector<Simulation::Piece> Simulation::pieces(const Here& here, const Gemm& 
     const int32_t first = step.first_tile <= index ? 0 : column_at(step.first_tile);
     const int32_t end = step.end_tile <= index ? 0 : column_at(step.end_tile);
     if (end <= first) continue;
-    TileRows rows = tile_rows(here, step, order, row);
+    TileRows rows = tile_rows(plan, step, order, row);
     rows.first_column = first;
     rows.columns = end - first;
     std::pair<int32_t, int32_t> which = {plan::tile_chunk(order, index), 0};
@@ -106,7 +112,7 @@ std::vector<Simulation::Piece> Simulation::pieces(const Here& here, const Gemm& 
       place = plan::split_row(order, step.map, row);
       which = {place.phase, place.row * groups / height};
     }
-    Piece& piece = found[which];
+    GemmPiece& piece = found[which];
     piece.chunk = which.first;
     piece.tiles += rows.columns;
     if (split) {
@@ -128,13 +134,15 @@ std::vector<Simulation::Piece> Simulation::pieces(const Here& here, const Gemm& 
     }
     piece.rows.push_back(rows);
   }
-  std::vector<Piece> result;
+  std::vector<GemmPiece> result;
   for (auto& [which, piece] : found) result.push_back(std::move(piece));
   return result;
 }
 
+}  // namespace
+
 // The contents of a piece, and its places.
-void Simulation::compute(Node by, Here& here, const Gemm& step, const Piece& piece) {
+void Simulation::compute(Node by, Here& here, const Gemm& step, const GemmPiece& piece) {
   if (here.plan->layout == plan::Layout::kPacked) {
     compute_packed(by, here, step, piece);
     return;
@@ -145,7 +153,7 @@ void Simulation::compute(Node by, Here& here, const Gemm& step, const Piece& pie
   for (const TileRows& rows : piece.rows) compute_rows(by, here, step, rows, columns, last);
 }
 
-void Simulation::compute_packed(Node by, Here& here, const Gemm& step, const Piece& piece) {
+void Simulation::compute_packed(Node by, Here& here, const Gemm& step, const GemmPiece& piece) {
   const plan::Plan& plan = *here.plan;
   const int64_t from_row = input_row_bytes(here);
   const int64_t to_row = row_bytes(here, step.weight);
@@ -164,7 +172,7 @@ void Simulation::compute_packed(Node by, Here& here, const Gemm& step, const Pie
     const std::vector<Run> made =
         product(read(from, step.input.offset, bytes, by), from_row, to_row, 0, turn, by);
     if (made.size() != 1 || made[0].position != 0) {
-      fail(Fault::Kind::kResult, says(by) + " computes rows that are not the product's", nullptr);
+      fail(Fault::Kind::kResult, says(by) + " computes rows that are not the product's");
     }
     Content content = made[0].content;
     content.space = Content::Space::kTiles;
@@ -235,7 +243,8 @@ void Simulation::compute_rows(Node by, Here& here, const Gemm& step, const TileR
 }
 
 // Flags of a ring's tiles.
-void Simulation::pass_tiles(const Span& span, Here& here, const Gemm& step, const Piece& piece) {
+void Simulation::pass_tiles(const Span& span, Here& here, const Gemm& step,
+                            const GemmPiece& piece) {
   const plan::TileOrder& order = here.list->orders[at(step.order)];
   const int64_t part = part_tiles(here);
   const int64_t begin = int64_t{piece.first_row} * order.tiles_n;
@@ -326,8 +335,7 @@ void Simulation::check_drawing(const Here& here, const Gemm& step) const {
          says(here.turn, here.rank, here.id) + " draws tile row " + std::to_string(i % at(height)) +
              " of phase " + std::to_string(i / at(height)) +
              " before that of the phase before, which it adds to: clusters that hold all SMs would "
-             "wait for tiles that none of them has",
-         nullptr);
+             "wait for tiles that none of them has");
   }
 }
 
@@ -343,7 +351,7 @@ void Simulation::take(Here& here, const Gemm& step, Span& span) {
   if (step.announces) check_drawing(here, step);
   if (step.sends_messages) meet(span.first, here, "peer_exchange");
   const Node made = step.sends_messages ? node(here, "has made all messages") : end;
-  for (const Piece& piece : pieces(here, step)) {
+  for (const GemmPiece& piece : pieces(*here.plan, here.list->orders[at(step.order)], step)) {
     const Node by = node(here, "");
     graph_.edge(span.first, by);
     graph_.edge(by, made);

@@ -169,7 +169,7 @@ void Simulation::await(Node node, Here& here, int32_t step) {
 
 void Simulation::meet(Node first, Here& here, const char* kind) {
   if (here.meeting) {
-    fail(Fault::Kind::kDeadlock, says(first) + " is a second meeting of one call", nullptr);
+    fail(Fault::Kind::kDeadlock, says(first) + " is a second meeting of one call");
   }
   here.meeting = Meeting{kind, {}, {}};
 }
@@ -188,7 +188,7 @@ void Simulation::take(Here& here, const PeerCollective& step, Span& span) {
   const Node sent = then(here, span, "sends");
   if (sends) await_slots(span, here);
   for (int32_t peer = 0; peer < ranks_ && sends; ++peer) {
-    const steps::Piece& piece = step.pieces[at(peer)];
+    const Piece& piece = step.pieces[at(peer)];
     const int64_t bytes = step.reduces ? piece.bytes : own_bytes;
     if (peer != here.rank) {
       moves(sent, place(here, *piece.send, bytes, sent),
@@ -212,7 +212,7 @@ void Simulation::reduce(Here& here, const PeerCollective& step, Span& span) {
   std::vector<Place> terms;
   std::vector<Place> targets = {place(here, to, bytes, by)};
   for (int32_t rank = 0; rank < ranks_; ++rank) {
-    const steps::Piece& piece = step.pieces[at(rank)];
+    const Piece& piece = step.pieces[at(rank)];
     const bool own = rank == here.rank;
     terms.push_back(place(here, own ? step.own : piece.received, bytes, by));
     if (step.gathers && !own) targets.push_back(place(here, *piece.final_destination, bytes, by));
@@ -226,7 +226,7 @@ void Simulation::reduce(Here& here, const PeerCollective& step, Span& span) {
 void Simulation::gather(Here& here, const PeerCollective& step, Span& span) {
   const Node by = then(here, span, "gathers");
   for (int32_t rank = 0; rank < ranks_; ++rank) {
-    const steps::Piece& piece = step.pieces[at(rank)];
+    const Piece& piece = step.pieces[at(rank)];
     const bool own = rank == here.rank;
     if (own && step.reduces) continue;
     const Where from = own ? step.own : step.reduces ? *piece.final_received : piece.received;

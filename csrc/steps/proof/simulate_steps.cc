@@ -146,12 +146,11 @@ void Simulation::await_counter(const Here& here, const Span& span, int32_t count
   if (counter < 0 || counter >= here.list->counters || counted == here.counted.end() ||
       counted->second.second < count) {
     const bool tiles = counter < static_cast<int32_t>(here.plan->chunks.size());
-    fail(Fault::Kind::kDeadlock,
-         says(span.first) + " waits for " + std::to_string(count) +
-             (tiles ? " tiles of chunk " : " counts of counter ") + std::to_string(counter) +
-             ", and " + (tiles ? "no GEMM that" : "nothing that") +
-             " is enqueued before it counts as many",
-         nullptr);
+    fail(Fault::Kind::kDeadlock, says(span.first) + " waits for " + std::to_string(count) +
+                                     (tiles ? " tiles of chunk " : " counts of counter ") +
+                                     std::to_string(counter) + ", and " +
+                                     (tiles ? "no GEMM that" : "nothing that") +
+                                     " is enqueued before it counts as many");
   }
   // It looks from its begin on: the counter must be zero by then, and not be another call's before it has seen enough.
   accesses_.push_back(
@@ -256,8 +255,7 @@ std::vector<int64_t> Simulation::numbers(const Indices& at, int64_t count, int32
   std::vector<int64_t> all;
   for (const Run& run : read(at.key, at.offset, count * kBytes, by)) {
     if (run.content.space != Content::Space::kIndices || run.content.call != turn) {
-      fail(Fault::Kind::kResult, says(by) + " takes for indices what are none of this call",
-           nullptr);
+      fail(Fault::Kind::kResult, says(by) + " takes for indices what are none of this call");
     }
     const auto rank = static_cast<size_t>(*sums_.ranks(run.content.sum).begin());
     const auto first = (*turns_[static_cast<size_t>(turn)].indices)[rank].begin();
@@ -300,8 +298,7 @@ void Simulation::move_by_indices(Node by, const Here& here, const CopyRows& step
         int64_t& place = all[static_cast<size_t>(row)];
         place = (listed ? place : row) * stride;
         if (place >= 0 && place + step.row_bytes <= bytes) continue;
-        fail(Fault::Kind::kResult, says(by) + " takes a row that its buffer does not have",
-             nullptr);
+        fail(Fault::Kind::kResult, says(by) + " takes a row that its buffer does not have");
       }
       return all;
     };
@@ -359,8 +356,7 @@ void Simulation::take(Here& here, const Pack& step, Span& span) {
     const std::vector<Run> runs = read(from, step.source.offset, bytes, by);
     if (runs.size() != 1 || runs[0].content.space != Content::Space::kProduct ||
         runs[0].position != 0) {
-      fail(Fault::Kind::kResult, says(by) + " packs what is not the product from its begin on",
-           nullptr);
+      fail(Fault::Kind::kResult, says(by) + " packs what is not the product from its begin on");
     }
     Content content = runs[0].content;
     content.space = Content::Space::kTiles;
@@ -413,8 +409,7 @@ void Simulation::take(Here& here, const Unpack& step, Span& span) {
     if (step.bias) add_bias(sum, by);
     if (sum.size() != 1 || sum[0].content.space != Content::Space::kTiles ||
         sum[0].position != int64_t{first} * tile_bytes) {
-      fail(Fault::Kind::kResult, says(by) + " unpacks what are not the tiles of its chunk",
-           nullptr);
+      fail(Fault::Kind::kResult, says(by) + " unpacks what are not the tiles of its chunk");
     }
     Content content = sum[0].content;
     content.space = Content::Space::kProduct;

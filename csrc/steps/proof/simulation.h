@@ -26,6 +26,21 @@ struct Found {
   Fault fault;
 };
 
+// Rows of a tile, or of several that follow each other in all places.
+struct TileRows {
+  bool own_input = false;
+  int64_t input_row = 0;
+  int64_t rows = 0;         // of the operand
+  int64_t stored_rows = 0;  // with what fills up a part
+  int32_t output = 0;       // which of the step's
+  int64_t output_row = 0;
+  int32_t first_column = 0;  // of tiles
+  int32_t columns = 0;
+  int32_t tile_row = 0;  // the first one, in the order
+};
+
+struct GemmPiece;  // a GEMM's unit of work
+
 class Simulation {
  public:
   Simulation(const std::vector<Turn>& turns, const plan::Machine& machine)
@@ -147,32 +162,11 @@ class Simulation {
     Node begin = 0;
     Node last_chained = 0;
   };
-  // Rows of a tile, or of several that follow each other in all places.
-  struct TileRows {
-    bool own_input = false;
-    int64_t input_row = 0;
-    int64_t rows = 0;         // of the operand
-    int64_t stored_rows = 0;  // with what fills up a part
-    int32_t output = 0;       // which of the step's
-    int64_t output_row = 0;
-    int32_t first_column = 0;  // of tiles
-    int32_t columns = 0;
-    int32_t tile_row = 0;  // the first one, in the order
-  };
   // A row of tiles of which some columns have been written.
   struct BegunRow {
     int64_t place = 0;
     std::vector<Run> what;
     std::vector<bool> columns;
-  };
-  // A GEMM's unit of work.
-  struct Piece {
-    int32_t chunk = 0;      // of the order
-    int32_t phase = 0;      // with kSplit
-    int32_t first_row = 0;  // with kSplit, of the part's tile rows
-    int32_t end_row = 0;
-    int32_t tiles = 0;
-    std::vector<TileRows> rows;
   };
 
   // --- simulate.cc ---
@@ -214,14 +208,11 @@ class Simulation {
   OVERLAP_STEP_KINDS(OVERLAP_TAKE, OVERLAP_TAKE)
 #undef OVERLAP_TAKE
 
-  std::vector<Piece> pieces(const Here& here, const Gemm& step) const;
-  TileRows tile_rows(const Here& here, const Gemm& step, const plan::TileOrder& order,
-                     int32_t tile_row) const;
-  void compute(Node node, Here& here, const Gemm& step, const Piece& piece);
-  void compute_packed(Node node, Here& here, const Gemm& step, const Piece& piece);
+  void compute(Node node, Here& here, const Gemm& step, const GemmPiece& piece);
+  void compute_packed(Node node, Here& here, const Gemm& step, const GemmPiece& piece);
   void compute_rows(Node node, Here& here, const Gemm& step, const TileRows& rows, int32_t columns,
                     bool last);
-  void pass_tiles(const Span& span, Here& here, const Gemm& step, const Piece& piece);
+  void pass_tiles(const Span& span, Here& here, const Gemm& step, const GemmPiece& piece);
   void collect(Here& here, const Gemm& step, const Span& span);
   void exchange(Here& here, const Gemm& step, const Span& span, Node made);
   void check_drawing(const Here& here, const Gemm& step) const;
@@ -274,7 +265,8 @@ class Simulation {
   std::string says(Node node) const;
   std::string says(int32_t turn, int32_t rank, StepId step) const;
   std::string name_of(Key key) const;
-  [[noreturn]] void fail(Fault::Kind kind, const std::string& what, const char* remedy) const;
+  [[noreturn]] void fail(Fault::Kind kind, const std::string& what,
+                         const char* remedy = nullptr) const;
 
   // Contents.
   std::vector<Run> read(Key key, int64_t begin, int64_t bytes, Node by) const;
