@@ -113,13 +113,15 @@ class Memory {
     return Block{0, 0, block.rows, block.columns}.of(matrix(where, plan_.tile_m, plan_.tile_n));
   }
 
+ protected:
+  const Call& call_;
+  const plan::Plan& plan_;
+
  private:
   const plan::TileOrder& order_of(int32_t number) const {
     return call_.list->orders[static_cast<size_t>(number)];
   }
 
-  const Call& call_;
-  const plan::Plan& plan_;
   std::array<at::Tensor, static_cast<size_t>(steps::Buffer::kSlot) + 1> scratch_;
 };
 

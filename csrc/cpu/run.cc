@@ -55,97 +55,10 @@ bool computes(const steps::Step& step) {
          std::holds_alternative<steps::WaitForTiles>(step.what);
 }
 
-class Run : Memory {
+// Steps that compute, or move rows, within this rank's memory.
+class LocalSteps : public Memory {
  public:
-  explicit Run(const Call& call)
-      : Memory(call),
-        call_(call),
-        plan_(call.plan),
-        program_(plan::has_program(plan_)),
-        in_order_(program_ || plan::hierarchical(plan_) || call.counters.defined()),
-        messages_(static_cast<size_t>(plan_.problem.world_size)) {
-    for (const steps::Step& step : steps()) {
-      const auto* const messages = std::get_if<steps::SendReceive>(&step.what);
-      if (messages == nullptr) continue;
-      for (const steps::Message& one : messages->sends) sends_apart_ |= one.bytes >= kLongMessage;
-    }
-  }
-
-  // Does the steps before the caller's kernel, and the rest.
-  void begin() {
-    while (!std::holds_alternative<steps::CallersKernel>(steps()[next_].what)) take_next();
-  }
-  Timeline finish() {
-    while (next_ < steps().size()) take_next();
-    return {start_, call_.traced ? rows() : std::vector<double>()};
-  }
-
- private:
-  const std::vector<steps::Step>& steps() const { return call_.list->steps; }
-
-  void take_next() {
-    const steps::Step& step = steps()[next_];
-    const auto id = static_cast<steps::StepId>(next_++);
-    if (step.lane == steps::Lane::kCopy) {
-      put_off_.push_back(id);
-    } else if (program_ && step.after.empty() &&
-               std::holds_alternative<steps::LibraryGemm>(step.what)) {
-      to_compute_.push_back(id);
-    } else {
-      perform(id);
-    }
-  }
-
-  void perform(steps::StepId id) {
-    const steps::Step& step = call_.list->steps[static_cast<size_t>(id)];
-    for (const steps::StepId before : step.after) {
-      while (!to_compute_.empty() && to_compute_.front() <= before) compute_next();
-      for (Begun& one : begun_) {
-        if (one.step == before) wait(one);
-      }
-    }
-    if (in_order_ && step.lane != steps::Lane::kCaller) {
-      for (Begun& one : begun_) {
-        if (lane(one.step) == step.lane) wait(one);
-      }
-    }
-    std::visit([&](const auto& what) { this->perform(what, id); }, step.what);
-    if (call_.traced && computes(step)) gemm_us_ = now_us();
-  }
-
-  // --- lanes ---
-
-  steps::Lane lane(steps::StepId id) const {
-    return call_.list->steps[static_cast<size_t>(id)].lane;
-  }
-
-  void perform(const steps::Fork&, steps::StepId) {}
-  void perform(const steps::Mark&, steps::StepId) {}
-  void perform(const steps::Join&, steps::StepId) {
-    while (!to_compute_.empty()) compute_next();
-    for (const steps::StepId id : put_off_) perform(id);
-    for (Begun& one : begun_) wait(one);
-    call_.group.agree();  // where there was nothing to send and receive
-  }
-
-  // --- what computes ---
-
-  // A program's next GEMM that waits for nothing.
-  void compute_next() {
-    const steps::StepId id = to_compute_.front();
-    to_compute_.pop_front();
-    perform(id);
-  }
-
-  void multiply(at::Tensor output, const at::Tensor& input, const at::Tensor& weight,
-                const std::optional<at::Tensor>& bias = {}) {
-    if (output.numel() == 0) return;
-    if (bias.has_value()) {
-      at::addmm_out(output, *bias, input, weight.t());
-    } else {
-      at::mm_out(output, input, weight.t());
-    }
-  }
+  using Memory::Memory;
 
   void perform(const steps::LibraryGemm& step, steps::StepId) {
     const bool all = step.weight == steps::LibraryGemm::kAllWeights;
@@ -237,41 +150,145 @@ class Run : Memory {
     }
   }
 
-  // --- what communicates ---
+  // For the caller's kernel.
+  void perform(const steps::Arrive& step, steps::StepId) {
+    call_.counters.narrow(0, step.chunk, 1).fill_(1);
+  }
+
+  template <typename Other>
+  void perform(const Other&, steps::StepId id) {
+    TORCH_INTERNAL_ASSERT(false, "step ", id, " is none of a CPU's: ", plan_.to_string());
+  }
+
+ private:
+  void multiply(at::Tensor output, const at::Tensor& input, const at::Tensor& weight,
+                const std::optional<at::Tensor>& bias = {}) {
+    if (output.numel() == 0) return;
+    if (bias.has_value()) {
+      at::addmm_out(output, *bias, input, weight.t());
+    } else {
+      at::mm_out(output, input, weight.t());
+    }
+  }
+
+  const steps::Gemm* gemm_ = nullptr;
+};
+
+// The order of a call's steps, and what the group has under way.
+class Run {
+ public:
+  explicit Run(const Call& call)
+      : call_(call),
+        plan_(call.plan),
+        program_(plan::has_program(plan_)),
+        local_(call),
+        in_order_(program_ || plan::hierarchical(plan_) || call.counters.defined()),
+        messages_(static_cast<size_t>(plan_.problem.world_size)) {
+    for (const steps::Step& step : steps()) {
+      const auto* const messages = std::get_if<steps::SendReceive>(&step.what);
+      if (messages == nullptr) continue;
+      for (const steps::Message& one : messages->sends) sends_apart_ |= one.bytes >= kLongMessage;
+    }
+  }
+
+  // Does the steps before the caller's kernel, and the rest.
+  void begin() {
+    while (!std::holds_alternative<steps::CallersKernel>(steps()[next_].what)) take_next();
+  }
+  Timeline finish() {
+    while (next_ < steps().size()) take_next();
+    return {start_, call_.traced ? rows() : std::vector<double>()};
+  }
+
+ private:
+  const std::vector<steps::Step>& steps() const { return call_.list->steps; }
+
+  void take_next() {
+    const steps::Step& step = steps()[next_];
+    const auto id = static_cast<steps::StepId>(next_++);
+    if (step.lane == steps::Lane::kCopy) {
+      put_off_.push_back(id);
+    } else if (program_ && step.after.empty() &&
+               std::holds_alternative<steps::LibraryGemm>(step.what)) {
+      to_compute_.push_back(id);
+    } else {
+      perform(id);
+    }
+  }
+
+  void perform(steps::StepId id) {
+    const steps::Step& step = call_.list->steps[static_cast<size_t>(id)];
+    for (const steps::StepId before : step.after) {
+      while (!to_compute_.empty() && to_compute_.front() <= before) compute_next();
+      for (Begun& one : begun_) {
+        if (one.step == before) wait(one);
+      }
+    }
+    if (in_order_ && step.lane != steps::Lane::kCaller) {
+      for (Begun& one : begun_) {
+        if (lane(one.step) == step.lane) wait(one);
+      }
+    }
+    std::visit([&](const auto& what) { this->perform(what, id); }, step.what);
+    if (call_.traced && computes(step)) gemm_us_ = now_us();
+  }
+
+  // --- lanes ---
+
+  steps::Lane lane(steps::StepId id) const {
+    return call_.list->steps[static_cast<size_t>(id)].lane;
+  }
+
+  void perform(const steps::Fork&, steps::StepId) {}
+  void perform(const steps::Mark&, steps::StepId) {}
+  void perform(const steps::Join&, steps::StepId) {
+    while (!to_compute_.empty()) compute_next();
+    for (const steps::StepId id : put_off_) perform(id);
+    for (Begun& one : begun_) wait(one);
+    call_.group.agree();  // where there was nothing to send and receive
+  }
+
+  template <typename Other>
+  void perform(const Other& step, steps::StepId id) {
+    local_.perform(step, id);
+  }
+
+  // A program's next GEMM that waits for nothing.
+  void compute_next() {
+    const steps::StepId id = to_compute_.front();
+    to_compute_.pop_front();
+    perform(id);
+  }
 
   void perform(const steps::Collective& step, steps::StepId id) {
     const int64_t all = step.count * plan_.problem.world_size;
     begin(id, false, [this, &step, all](Begun& begun) {
       switch (step.kind) {
         case plan::Collective::kReduceScatter:
-          begun.parts.push_back(reduce_scatter(call_.group, flat(step.destination, step.count),
-                                               flat(step.source, all), begun.chunk));
+          begun.parts.push_back(reduce_scatter(call_.group,
+                                               local_.flat(step.destination, step.count),
+                                               local_.flat(step.source, all), begun.chunk));
           return;
         case plan::Collective::kAllReduce:
           begun.parts.push_back(
-              all_reduce(call_.group, flat(step.destination, step.count), begun.chunk));
+              all_reduce(call_.group, local_.flat(step.destination, step.count), begun.chunk));
           return;
         default:
-          begun.parts.push_back(all_gather(call_.group, flat(step.destination, all),
-                                           flat(step.source, step.count), begun.chunk));
+          begun.parts.push_back(all_gather(call_.group, local_.flat(step.destination, all),
+                                           local_.flat(step.source, step.count), begun.chunk));
       }
     });
-  }
-
-  // For the caller's kernel.
-  void perform(const steps::Arrive& step, steps::StepId) {
-    call_.counters.narrow(0, step.chunk, 1).fill_(1);
   }
 
   void perform(const steps::SendReceive& step, steps::StepId id) {
     if (step.sends.empty() && step.receives.empty()) return;
     begin(id, sends_apart_, [this, &step](Begun& begun) {
       for (const steps::Message& one : step.receives) {
-        begun.parts.push_back(receive(call_.group, bytes(one.where, one.bytes), one.peer,
+        begun.parts.push_back(receive(call_.group, local_.bytes(one.where, one.bytes), one.peer,
                                       messages_[static_cast<size_t>(one.peer)].received++));
       }
       for (const steps::Message& one : step.sends) {
-        begun.parts.push_back(send(call_.group, bytes(one.where, one.bytes), one.peer,
+        begun.parts.push_back(send(call_.group, local_.bytes(one.where, one.bytes), one.peer,
                                    messages_[static_cast<size_t>(one.peer)].sent++));
       }
     });
@@ -328,11 +345,6 @@ class Run : Memory {
     if (plan_.problem.traits().gathers()) begun.ready_us = now_us();  // for its GEMM
   }
 
-  template <typename Other>
-  void perform(const Other&, steps::StepId id) {
-    TORCH_INTERNAL_ASSERT(false, "step ", id, " is none of a CPU's: ", plan_.to_string());
-  }
-
   // --- the timeline ---
 
   double now_us() const {
@@ -354,11 +366,11 @@ class Run : Memory {
   const Call& call_;
   const plan::Plan& plan_;
   const bool program_;
+  LocalSteps local_;
   const bool in_order_;       // the steps of each lane
   bool sends_apart_ = false;  // some message is long
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   double gemm_us_ = 0.0;
-  const steps::Gemm* gemm_ = nullptr;
   size_t next_ = 0;
   std::vector<steps::StepId> put_off_;  // until the join
   std::deque<steps::StepId>
