@@ -143,11 +143,11 @@ class Ranks:
             raise RankFailure(message)
 
     def call(self, job: Callable[..., Any], args: Sequence[Any], timeout_s: float) -> list[Outcome]:
-        """Runs the job on every rank; never raises for what a rank did."""
+        """Runs the job on every rank; never raises for what a rank did. `timeout_s` is for a machine that nobody shares."""
         message = pickle.dumps((job, tuple(args)))
         for connection in self._connections:
             connection.send_bytes(message)
-        return self._collect(timeout_s)
+        return self._collect(under_load(timeout_s))
 
     def check(self, job: Callable[..., Any], outcomes: Sequence[Outcome]) -> list[Any]:
         """The values that the job returned; raises RankFailure unless every rank returned."""
@@ -283,7 +283,7 @@ def run_fresh(
     the ranks import the package.
     """
     ranks = Ranks(world, backend, group_timeout_s, environment or {})
-    ranks.grace_s = timeout_s
+    ranks.grace_s = under_load(timeout_s)
     try:
         return ranks.call(job, args, timeout_s)
     finally:

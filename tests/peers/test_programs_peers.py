@@ -292,8 +292,9 @@ def call_alone(engines: str) -> str:
 @pytest.mark.ranks((2, "nccl"))
 def test_programs_over_peers_end_at_the_deadline(ranks, engines):
     skip_unless_it_runs(ranks)
+    deadline = {"OVERLAP_TIMEOUT_S": str(rank_pool.under_load(3.0))}
     outcomes = rank_pool.run_fresh(
-        2, "nccl", call_alone, engines, environment={"OVERLAP_TIMEOUT_S": "3"}, timeout_s=120.0
+        2, "nccl", call_alone, engines, environment=deadline, timeout_s=120.0
     )
     message = outcomes[0].result()
     assert "rank 0" in message and "rank 1" in message
