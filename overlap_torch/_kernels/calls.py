@@ -125,7 +125,7 @@ def produce(
     if prepared is None:
         what = f"overlap_torch.produce({collective!r}, {tuple(shape)})"
         problem = _produced(what, collective, shape, dtype, send_rows, recv_rows, name)
-        to_all = problem.op == Op.GEMM_ALLTOALL
+        to_all = problem.traits.rows_by_rank
         if not signals and (to_all or (chunks, plan, kernel_us) != (None, None, None)):
             raise ValueError(
                 f"{what}: signals is False, allowed is that for all_reduce and reduce_scatter, without chunks, plan and kernel_us: "

@@ -17,7 +17,6 @@ from overlap_torch._ops.group import process_group
 from overlap_torch._plan import (
     MAX_CHUNKS,
     Collective,
-    Op,
     Plan,
     Problem,
     Resources,
@@ -87,7 +86,7 @@ class Request:
                 "tables and communicators; make one outside, with the same arguments"
             )
         problem, chunks = self.problem, self.chunks
-        to_all = problem.op == Op.GEMM_ALLTOALL
+        to_all = problem.traits.rows_by_rank
         rows = sum(self.send_rows) if to_all else problem.m
         if rows == 0 and not to_all or problem.n == 0 or problem.k == 0:
             raise ValueError(
@@ -129,7 +128,7 @@ class Request:
         equal heights. An all-to-all has one chunk, because its rows differ by rank. Without ``stripes`` the ranks cannot have
         memory for stores into it."""
         problem, tile, comm_sms = self.problem, self.tile, self.resources.comm_sms
-        alone, to_all = problem.world_size == 1, problem.op == Op.GEMM_ALLTOALL
+        alone, to_all = problem.world_size == 1, problem.traits.rows_by_rank
         on_cpu = self.device.type == "cpu"
         if not self.signals and not alone:
             transport = Transport.GLOO if on_cpu else Transport.PEER
@@ -139,7 +138,7 @@ class Request:
             return make_kernel_plan(problem, here, tile, us, comm_sms, self.chunks or 0, stripes)
         transport, ctas = Transport.GLOO, 0
         if not on_cpu and not alone:
-            moves = to_all or problem.op == Op.ALLGATHER_GEMM
+            moves = to_all or problem.traits.gathers
             transport, ctas = Transport.NCCL, _MOVING_CTAS if moves else _REDUCING_CTAS
             ctas = min(ctas, comm_sms) if comm_sms else ctas
         how = {"max_ctas": ctas, "transport": transport}
@@ -165,7 +164,7 @@ def check_plan(
         getattr(plan.problem, field) == getattr(problem, field)
         for field in ("op", "m", "n", "dtype", "world_size")
     )
-    if not same or (problem.op == Op.ALLGATHER_GEMM and plan.problem.k != problem.k):
+    if not same or (problem.traits.gathers and plan.problem.k != problem.k):
         raise ValueError(
             f"{what}: the plan is for another problem, {plan.problem}; this is {problem}"
         )

@@ -24,7 +24,7 @@ from overlap_torch.plan import Plan, Problem, set_plan
 from overlap_torch.plan._explain import H200
 from overlap_torch.plan._library import plan_of
 from overlap_torch.plan.templates import make_all_to_all, row_panels
-from overlap_torch.plan.types import Op, Schedule
+from overlap_torch.plan.types import Schedule
 
 _REPEATS = 20
 _TRACED_CALLS = 3  # the picture shows the last call, when everything is warm
@@ -148,7 +148,7 @@ def _choose_plan(demo: _Demo, device: torch.device, group: str) -> tuple[Plan, s
     alone = dist.get_world_size() == 1 or rows < 2
     if device.type == "cuda" or plan.schedule == Schedule.OVERLAPPED or alone:
         return plan, "the planner's"
-    if problem.op == Op.GEMM_ALLTOALL:
+    if problem.traits.rows_by_rank:
         plan = make_all_to_all(problem, transport="gloo")
     else:
         chunks = min(4, rows)

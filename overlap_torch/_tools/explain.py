@@ -109,7 +109,7 @@ def run_rank(args: argparse.Namespace) -> None:
 def _show(args: argparse.Namespace) -> None:
     problem, machine = args.problem, args.machine
     plan = args.plan or _plan.make_plan(problem, machine)
-    rows = (args.rows,) * problem.world_size if problem.op == Op.GEMM_ALLTOALL else ()
+    rows = (args.rows,) * problem.world_size if problem.traits.rows_by_rank else ()
     print(explain(plan, machine, send_rows=rows, receive_rows=rows), flush=True)
     if args.plot is not None:
         plot(plan, args.plot, machine, send_rows=(rows,) * len(rows))

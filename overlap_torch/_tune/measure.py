@@ -12,7 +12,7 @@ import torch
 from overlap_torch._ops import scaled
 from overlap_torch.plan import Problem
 from overlap_torch.plan._names import enum_name
-from overlap_torch.plan.types import Op, Recipe
+from overlap_torch.plan.types import Recipe
 
 FLUSH_BYTES = 256 << 20  # more than the L2 cache of any GPU
 _ROW = 4  # calls
@@ -37,7 +37,7 @@ def operands(
 
 
 def _input_rows(problem: Problem) -> int:
-    if problem.op == Op.ALLGATHER_GEMM:
+    if problem.traits.gathers:
         return problem.m // problem.world_size
     return problem.m
 

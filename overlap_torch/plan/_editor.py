@@ -118,12 +118,12 @@ class Editor:
         self._of_panels = {"comm_sms": comm_sms, "tile": tile}
         self._scratch_rows = 0
         self._transfers = Transfers()
-        gathers = problem.op == Op.ALLGATHER_GEMM
+        gathers = problem.traits.gathers
         self._width = problem.k if gathers else problem.n
         tile_m = self._without_program(()).tile_m  # raises if there can be no such plan
-        self._grain = 1 if problem.op == Op.GEMM_ALLTOALL else max(1, tile_m)
+        self._grain = 1 if problem.traits.rows_by_rank else max(1, tile_m)
         rows = problem.m
-        if problem.op == Op.GEMM_ALLTOALL:
+        if problem.traits.rows_by_rank:
             rows = MESSAGE_SHARES * self.world
         part = rows // problem.row_parts
         self.product = self._whole(Memory.PRODUCT, rows)
@@ -154,7 +154,7 @@ class Editor:
     def message(self, to: AnyRank, share: Share | None = None) -> Area:
         """For ``gemm_alltoall``: the rows that this rank sends to rank ``to``, or a share of them.
         They arrive where they belong."""
-        if self.problem.op != Op.GEMM_ALLTOALL:
+        if not self.problem.traits.rows_by_rank:
             raise ValueError(f"{self.problem.op.name.lower()} has no messages: take part()")
         return self.part(to, share)
 
@@ -263,7 +263,7 @@ class Editor:
     def _without_program(self, transfers: Sequence[Transfer]) -> Plan:
         """The plan whose chunks end where these transfers wait for tiles."""
         problem, kernel = self.problem, self._kernel
-        if problem.op == Op.GEMM_ALLTOALL:
+        if problem.traits.rows_by_rank:
             return make_all_to_all(problem, kernel, **self._how)
         options = {"kernel": kernel, **self._how, **self._of_panels}
         if problem.op not in _COLLECTIVES:
@@ -303,7 +303,7 @@ class Editor:
             if source == destination and way != Way.COPY:
                 continue  # a message that has no place
             read = Region(area.memory, source, area.at(rank))
-            if self.problem.op == Op.GEMM_ALLTOALL and into is None:
+            if self.problem.traits.rows_by_rank and into is None:
                 # A share of a message arrives among the receiver's rows of its sender.
                 row = source * MESSAGE_SHARES + read.area.row % MESSAGE_SHARES
                 area_there = Rectangle(row, read.area.rows, read.area.column, read.area.columns)

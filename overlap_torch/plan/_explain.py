@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from overlap_torch import _plan
-from overlap_torch._plan import Kernel, Machine, Op, Plan, Prediction, Problem, Schedule
+from overlap_torch._plan import Kernel, Machine, Plan, Prediction, Problem, Schedule
 from overlap_torch.plan import _library as library
 from overlap_torch.plan._names import enum_name
 
@@ -136,7 +136,7 @@ def explain(
     problem, element = plan.problem, _element_bytes(plan.problem)
     sequence_us = None
     others: tuple[tuple[Plan, float], ...] = ()
-    if problem.op != Op.GEMM_ALLTOALL:
+    if not problem.traits.rows_by_rank:
         candidates = _plan.candidates(problem, machine)
         sequence_us = _plan.predict(candidates[0], machine).total_us
         timed = [(one, _plan.predict(one, machine).total_us) for one in candidates if one != plan]
@@ -365,6 +365,6 @@ def _size(count: int) -> str:
 
 def _element_bytes(problem: Problem) -> int:
     """The bytes of one element that travels."""
-    dtype = problem.dtype if problem.op == Op.ALLGATHER_GEMM else problem.output_dtype
+    dtype = problem.dtype if problem.traits.gathers else problem.output_dtype
     sizes = {"float32": 4, "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1}
     return sizes.get(enum_name(dtype), 2)

@@ -152,7 +152,7 @@ def check_on(device: torch.device, plan: Plan) -> None:
         # If there are few SMs, waiting kernels may leave none to the GEMM.
         machine.sm_count = gpu.multi_processor_count
     validate(plan, machine)
-    if not plan.program.transfers or plan.problem.op == Op.GEMM_ALLTOALL:
+    if not plan.program.transfers or plan.problem.traits.rows_by_rank:
         return  # no plan of an all-to-all knows its rows
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     total_bytes = host_bytes if gpu is None else gpu.total_memory

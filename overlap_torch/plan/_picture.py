@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from overlap_torch import _plan
-from overlap_torch._plan import Collective, Machine, Op, Plan, Schedule
+from overlap_torch._plan import Collective, Machine, Plan, Schedule
 from overlap_torch._watch import drawing
 from overlap_torch._watch.drawing import GEMM, OTHER, Bar, Row
 from overlap_torch.plan._explain import _machine, chunks_of, short, walk
@@ -78,10 +78,10 @@ def tile_map(plan: Plan, made: dict) -> list[tuple[int, int, int]]:
     If all tiles would be in one group, the groups are 16 equal runs of the order. The list is empty if a plan has no tiles.
     """
     problem = plan.problem
-    if problem.op == Op.GEMM_ALLTOALL or plan.tiles_m * plan.tiles_n == 0:
+    if problem.traits.rows_by_rank or plan.tiles_m * plan.tiles_n == 0:
         return []
     overlapped = plan.schedule == Schedule.OVERLAPPED
-    if overlapped and problem.op == Op.ALLGATHER_GEMM:
+    if overlapped and problem.traits.gathers:
         part_rows = plan.tiles_m // problem.world_size
         return [
             (arrival, part * part_rows + row, column)
@@ -144,7 +144,7 @@ def _rows(plan: Plan, rank: int, made: dict, price: _plan.Price) -> list[Row]:
 
 def _draw_tiles(axes: Axes, plan: Plan, tiles: Sequence[tuple[int, int, int]]) -> None:
     groups = 1 + max(group for group, _, _ in tiles)
-    gathers = plan.problem.op == Op.ALLGATHER_GEMM and plan.schedule == Schedule.OVERLAPPED
+    gathers = plan.problem.traits.gathers and plan.schedule == Schedule.OVERLAPPED
     picture = [[(1.0, 1.0, 1.0, 1.0)] * plan.tiles_n for _ in range(plan.tiles_m)]
     for group, row, column in tiles:
         own = gathers and group == 0

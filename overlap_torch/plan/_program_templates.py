@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from overlap_torch._plan import Op, Plan, Problem
+from overlap_torch._plan import Plan, Problem
 from overlap_torch.plan._editor import Area, Editor, Share
 
 
@@ -44,15 +44,15 @@ def one_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
     """
     p = Editor(problem, **how)
     for share in p.chunks(chunks):
-        if problem.op == Op.GEMM_ALLREDUCE:
+        if problem.traits.all_reduces:
             _sum_of_all(p, [p.product.chunk(share)] * p.world, p.output.chunk(share))
-        elif problem.op == Op.GEMM_REDUCESCATTER:
+        elif problem.traits.scatters:
             parts = [p.part(rank, share) for rank in range(p.world)]
             _sum_of_all(p, parts, p.output.chunk(share))
         else:
             for distance in range(1, p.world):  # to the next rank first
                 to = p.rank + distance
-                sends_to_one = problem.op == Op.GEMM_ALLTOALL
+                sends_to_one = problem.traits.rows_by_rank
                 p.push(p.message(to, share) if sends_to_one else p.part(p.rank, share), to=to)
     return p.plan()
 
@@ -60,7 +60,7 @@ def one_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 def two_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
     """Two steps: each rank adds up its part of all ranks' rows, and then sends the sums to all. Ops that need only one of
     the two steps take one, as in :func:`one_shot`."""
-    if problem.op != Op.GEMM_ALLREDUCE:
+    if not problem.traits.all_reduces:
         return one_shot(problem, chunks, **how)
     p = Editor(problem, **how)
     for share in p.chunks(chunks):
@@ -77,7 +77,7 @@ def two_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 
 
 def _editor(name: str, problem: Problem, how: dict[str, Any]) -> Editor:
-    if problem.op == Op.GEMM_ALLTOALL:
+    if problem.traits.rows_by_rank:
         raise ValueError(
             f"{name} does not take gemm_alltoall, whose rows go straight to their rank: take one_shot"
         )
@@ -87,12 +87,12 @@ def _editor(name: str, problem: Problem, how: dict[str, Any]) -> Editor:
 def _once_round(p: Editor, share: Share, step_to: int, stream: int) -> None:
     """A ring to the next rank (1) or the previous one (-1): sums, then results, if the op has them."""
     to = p.rank + step_to
-    if p.problem.op != Op.ALLGATHER_GEMM:
+    if not p.problem.traits.gathers:
         for step in range(1, p.world):
             part = p.part(p.rank - step * step_to, share)
             needs = [p.tiles(part), p.arrived(part)]
             p.push(part, to=to, reduce=True, needs=needs, by="any", stream=stream)
-    if p.problem.op != Op.GEMM_REDUCESCATTER:
+    if not p.problem.traits.scatters:
         for step in range(p.world - 1):
             p.push(p.part(p.rank - step * step_to, share), to=to, stream=stream)
 

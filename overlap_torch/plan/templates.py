@@ -14,7 +14,6 @@ from overlap_torch._plan import (
     BAND_ROWS,
     Collective,
     Kernel,
-    Op,
     Plan,
     Problem,
     Resources,
@@ -81,7 +80,7 @@ def row_panels(
     levels = collective == Collective.HIERARCHICAL
     owned = (transport == Transport.PEER and not levels) or collective == Collective.STRIPES
     parts = problem.world_size if owned else problem.row_parts
-    whole_clusters = problem.op == Op.ALLGATHER_GEMM or owned
+    whole_clusters = problem.traits.gathers or owned
     grain = shape.cluster_m // (1 if whole_clusters else math.gcd(shape.cluster_m, parts))
     rows = _tiles(-(-problem.m // parts), shape.tile_m, grain)
     heights = _split(rows, chunks, grain, "tile rows") if isinstance(chunks, int) else list(chunks)
@@ -122,7 +121,7 @@ def hierarchical(
     Raises:
         ValueError: a plan that could not run; the message says what is allowed.
     """
-    if problem.op == Op.GEMM_ALLTOALL:
+    if problem.traits.rows_by_rank:
         raise ValueError(
             "hierarchical does not take gemm_alltoall, whose rows go straight to their rank: take "
             f"programs.one_shot(problem, transport=..., ranks_per_host={ranks_per_host})"

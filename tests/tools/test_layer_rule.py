@@ -180,3 +180,19 @@ def test_layer_rule_finds_a_circle():
     assert imported(ast.parse(text), names) == {"overlap_torch._ops.b", "d"}
     assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
     assert circle({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+def test_python_asks_what_an_op_moves_and_compares_no_ops():
+    """A new op is a row of a table (csrc/plan/op.h), which ``problem.traits`` gives."""
+    root = CSRC.parent
+    sources = sorted((root / "overlap_torch").rglob("*.py"))
+    found = {
+        f"{path.relative_to(root)}:{node.lineno}"
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare)
+        for side in (node.left, *node.comparators)
+        for each in ast.walk(side)
+        if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "Op"
+    }
+    assert len(sources) > 80 and not found, found

@@ -129,6 +129,16 @@ Attributes:
 }
 
 void bind_parts(py::module_& m) {
+  py::class_<OpTraits>(m, "OpTraits", "The rows that an op moves before or after its GEMM.")
+      .def_property_readonly("gathers", &OpTraits::gathers, "Rows of the input are gathered.")
+      .def_property_readonly("all_reduces", &OpTraits::all_reduces, "Products are all-reduced.")
+      .def_property_readonly("scatters", &OpTraits::scatters, "Products are reduce-scattered.")
+      .def_property_readonly("sums", &OpTraits::sums, "Products are added between ranks.")
+      .def_readonly("parts_of_ranks", &OpTraits::parts_of_ranks,
+                    "The ranks have equal parts of the input's or the output's rows.")
+      .def_readonly("rows_by_rank", &OpTraits::rows_by_rank,
+                    "The ranks have any numbers of rows, which each call says.");
+
   auto problem = bind_fields<Problem>(m);
   problem
       .def(py::init([](int64_t rows, int64_t columns, int64_t inner, const py::object& dtype,
@@ -159,6 +169,7 @@ void bind_parts(py::module_& m) {
       .def_property_readonly(
           "row_parts", [](const Problem& p) { return plan::op_row_parts(p); },
           "Parts of the rows, one for each rank, that a chunk holds equal tile rows of; else 1.")
+      .def_property_readonly("traits", &Problem::traits, "The rows that the op moves, and whose.")
       .def("__repr__", &Problem::to_string);
   def_equality(problem);
   def_pickle(problem);

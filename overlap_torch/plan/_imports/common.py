@@ -109,7 +109,7 @@ class File:
                 f"{name} is for {ranks} ranks, the problem has {problem.world_size}: take a file for that number of ranks"
             )
         self.name, self.problem, self.op, self.world = name, problem, op, ranks
-        self.parts = 1 if op == Op.GEMM_ALLREDUCE else ranks
+        self.parts = 1 if problem.traits.all_reduces else ranks
         if units % self.parts != 0:
             raise ValueError(
                 f"{name}: {units} chunks, allowed are multiples of the {ranks} ranks, because each rank has equally many"
@@ -139,7 +139,7 @@ class File:
                 place,
                 f"chunks {first} to {first + count} of buffer {buffer}, which has {size} of them",
             )
-        if buffer == "s" and self.op == Op.GEMM_ALLTOALL:
+        if buffer == "s" and self.problem.traits.rows_by_rank:
             raise self.refuse(
                 place,
                 "buffer s in an alltoall: only sender and receiver know the rows of a message, so they go from i to o",
@@ -150,11 +150,11 @@ class File:
         if not self.inplace or span.buffer == "s":
             return span
         own = span.rank * self.each + span.first
-        if self.op == Op.GEMM_REDUCESCATTER and span.buffer == "o":
+        if self.problem.traits.scatters and span.buffer == "o":
             return Span(span.rank, "i", own, span.count)
-        if self.op == Op.ALLGATHER_GEMM and span.buffer == "i":
+        if self.problem.traits.gathers and span.buffer == "i":
             return Span(span.rank, "o", own, span.count)
-        both = self.op in (Op.GEMM_ALLREDUCE, Op.GEMM_ALLTOALL)
+        both = not self.problem.traits.parts_of_ranks
         return Span(span.rank, "i", span.first, span.count) if both else span
 
     def pass_through(self, rank: int, count: int) -> Span:
@@ -251,18 +251,18 @@ class _Writer:
 
     def __init__(self, file: File, p: Editor, run: int, runs: int) -> None:
         self.file, self.p, self.run = file, p, run
-        rows = MESSAGE_SHARES * p.world if file.op == Op.GEMM_ALLTOALL else p.problem.m
+        rows = MESSAGE_SHARES * p.world if file.problem.traits.rows_by_rank else p.problem.m
         self.part = rows // file.parts
         cuts = [self.part * i // runs for i in range(runs + 1)]
         self.begin, self.end = cuts[run], cuts[run + 1]
         self.height = -(-max(b - a for a, b in itertools.pairwise(cuts)) // file.each)
-        gathers = file.op == Op.ALLGATHER_GEMM
+        gathers = file.problem.traits.gathers
         self.memory = {
             "i": p.input if gathers else p.product,
             "o": p.gathered if gathers else p.output,
         }
         for buffer in "st":
-            if file.sizes[buffer] > 0 and file.op != Op.GEMM_ALLTOALL:
+            if file.sizes[buffer] > 0 and not file.problem.traits.rows_by_rank:
                 self.memory[buffer] = p.scratch(file.sizes[buffer] * self.height)
         self.heights: dict[tuple[int, str, int], int] = {}  # rows of the data in scratch units
         self.sent: dict[int, tuple[Span, int]] = {}  # source and stream
@@ -320,7 +320,9 @@ class _Writer:
             written = self.memory[into.buffer].rows(*to_rows)
             how: dict[str, Any] = {"reduce": reduces, "stream": stream}
             if source.rank == into.rank:
-                if self.file.op != Op.GEMM_ALLTOALL:  # own rows are computed in their place
+                if (
+                    not self.file.problem.traits.rows_by_rank
+                ):  # own rows are computed in their place
                     self.p.copy(read, written, rank=into.rank, **how)
             elif rank == into.rank:
                 self.p.pull(read, of=source.rank, into=written, rank=rank, **how)
