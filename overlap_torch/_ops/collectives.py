@@ -54,6 +54,8 @@ def start_reduce_scatter(whole: torch.Tensor, group: str, dim: int = 0) -> torch
 
 # The groups' first call checks it, in C++; a compiler sees a constant here.
 USUAL_INVARIANCE = os.environ.get("OVERLAP_INVARIANCE", "none")
+# Bits are those of any number of ranks, so that one rank's layers run as ops, too.
+ANY_WORLD = USUAL_INVARIANCE == "world"
 
 
 def all_reduce(part: torch.Tensor, group: str, invariance: str | None) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from overlap_torch._moe.checks import way_of
 from overlap_torch._moe.functions import moe
-from overlap_torch._ops.collectives import USUAL_INVARIANCE
+from overlap_torch._ops.collectives import ANY_WORLD
 
 ROWS = "OVERLAP_MOE_ROWS"
 
@@ -34,10 +34,6 @@ def takes(layer: torch.nn.Module, unquantized: type, input: torch.Tensor) -> boo
         and weight.device == input.device
         and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
     )
-
-
-# OVERLAP_INVARIANCE=world: bits are those of any number of ranks, so that one rank's layers run as ops, too.
-ANY_WORLD = USUAL_INVARIANCE == "world"
 
 
 def run(

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
-from overlap_torch._ops.collectives import USUAL_INVARIANCE
+from overlap_torch._ops.collectives import ANY_WORLD
 from overlap_torch._ops.gradients import Gradient, kept, recorded, rows, weight_gradient
 from overlap_torch._watch.report import note_call, note_fallback
 from overlap_torch.integrations._gradients import of_gathered_input, of_scattered_output
@@ -147,7 +147,7 @@ class OverlapRowParallelLinear(_InGroup, layers.RowParallelLinear):
         offloading = self.config._cpu_offloading_context
         if not why and offloading is not None and offloading.inside_context:
             why = "activations are offloaded to the CPU"
-        alone = self.world_size == 1 and USUAL_INVARIANCE != "world"
+        alone = self.world_size == 1 and not ANY_WORLD
         if why or alone or self.explicit_expert_comm:
             if why:
                 note_fallback(self, f"Megatron's own layer: {why}")

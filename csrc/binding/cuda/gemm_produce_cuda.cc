@@ -57,9 +57,8 @@ class Reduction : public CudaOperands {
         .bias = bias.defined(),
         .captured = plan_.resources.window && captured(),
         .finish = call_.finish != nullptr && !plan::adds_by_pairs(plan_.problem)};
-    if (!overlapped(plan_) && plan::k_groups(plan_.problem) > 0) {
-      if (!all_reduces_) make_output();  // the product is library()'s
-    } else if (!overlapped(plan_) && plan_.kernel != plan::Kernel::kLibrary) {
+    const bool in_groups = plan::k_groups(plan_.problem) > 0;  // whose product is library()'s
+    if (!overlapped(plan_) && plan_.kernel != plan::Kernel::kLibrary && !in_groups) {
       if (!all_reduces_) make_output();
       gemms_.push_back(operands_of(0));
       made_ = empty({plan_.problem.m, plan_.problem.n}, options());

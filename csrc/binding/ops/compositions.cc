@@ -31,26 +31,28 @@ at::Tensor gemm_by_blocks(const OpCall& call, int64_t rows) {
   };
   // With zeros after its rows and columns.
   const auto padded = [](const at::Tensor& matrix, int64_t rows, int64_t columns) {
-    at::Tensor wide = at::zeros({rows, columns}, matrix.options());
-    wide.narrow(0, 0, matrix.size(0)).narrow(1, 0, matrix.size(1)).copy_(matrix);
+    const int64_t height = matrix.size(0);
+    const int64_t width = matrix.size(1);
+    at::Tensor wide = at::empty({rows, columns}, matrix.options());
+    wide.narrow(0, 0, height).narrow(1, 0, width).copy_(matrix);
+    if (height < rows) wide.narrow(0, height, rows - height).zero_();
+    if (width < columns) wide.narrow(1, width, columns - width).zero_();
     return wide;
   };
-  const auto block_of = [&](const at::Tensor& rows) { return padded(rows, kBlock, rows.size(1)); };
-  OpCall by_block = call;
-  by_block.weights.front() = alike(call.weight());
   // Some CPUs' GEMMs of 16 bits read past a row's end, and multiply what is there, NaN too, by zero.
-  const int64_t k = call.problem.k == 0 ? 0 : call.weight().size(1);
-  const int64_t whole_k = (k + kSteps - 1) / kSteps * kSteps;
-  const bool pads = whole_k > k && call.input.is_cpu() && !call.scales;
-  if (pads) by_block.weights.front() = padded(call.weight(), call.weight().size(0), whole_k);
+  const at::Tensor& weight = call.weight();
+  const int64_t k = weight.size(1);
+  const bool pads = call.input.is_cpu() && !call.scales;
+  const int64_t width = pads ? (k + kSteps - 1) / kSteps * kSteps : k;
+  OpCall by_block = call;
+  by_block.weights.front() = width > k ? padded(weight, weight.size(0), width) : alike(weight);
   const bool scales_of_rows = call.scales && call.scales->recipe != plan::Recipe::kTensor;
   at::Tensor output = at::empty({rows, call.problem.n}, call.output_options());
   for (int64_t begin = 0; begin < rows; begin += kBlock) {
     const int64_t count = std::min(kBlock, rows - begin);
     at::Tensor scales = call.scales ? call.scales->of_rows(begin, count) : at::Tensor();
-    if (scales_of_rows) scales = block_of(scales);
-    const at::Tensor own = call.input.narrow(0, begin, count);
-    const at::Tensor input = pads ? padded(own, kBlock, whole_k) : block_of(own);
+    if (scales_of_rows) scales = padded(scales, kBlock, scales.size(1));
+    const at::Tensor input = padded(call.input.narrow(0, begin, count), kBlock, width);
     const at::Tensor product = local_gemm(by_block, input, scales, 0, false);
     output.narrow(0, begin, count).copy_(product.narrow(0, 0, count));
   }

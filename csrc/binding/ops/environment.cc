@@ -24,14 +24,12 @@ bool read_choice(const char* name, const std::string& first, const std::string& 
 }
 
 plan::Invariance read_invariance(const char* name) {
-  using plan::Invariance;
   const char* text = std::getenv(name);
-  if (text == nullptr) return Invariance::kNone;
-  for (const Invariance one : {Invariance::kNone, Invariance::kBatch, Invariance::kWorld}) {
-    if (text == std::string(plan::name(one))) return one;
-  }
-  TORCH_CHECK_VALUE(false, "overlap_torch: ", name, " is '", text,
+  if (text == nullptr) return plan::Invariance::kNone;
+  const auto named = invariance_named(text);
+  TORCH_CHECK_VALUE(named.has_value(), "overlap_torch: ", name, " is '", text,
                     "'; it must be none, batch or world");
+  return *named;
 }
 
 std::optional<std::chrono::milliseconds> read_seconds(const char* name) {
@@ -58,6 +56,14 @@ plan::SharedProfile read_profile(const char* name) {
 }
 
 }  // namespace
+
+std::optional<plan::Invariance> invariance_named(const std::string& name) {
+  using plan::Invariance;
+  for (const Invariance one : {Invariance::kNone, Invariance::kBatch, Invariance::kWorld}) {
+    if (name == plan::name(one)) return one;
+  }
+  return std::nullopt;
+}
 
 Environment read_environment() {
   Environment read;

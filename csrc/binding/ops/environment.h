@@ -23,6 +23,9 @@ struct Environment {
   plan::SharedProfile profile;                            // OVERLAP_PROFILE
 };
 
+// The invariance of this name, or nothing.
+std::optional<plan::Invariance> invariance_named(const std::string& name);
+
 // As the variables are now. Throws a ValueError that says what is allowed.
 Environment read_environment();
 

@@ -103,18 +103,15 @@ OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> w
 
 void set_invariance(plan::Problem& problem, const char* op,
                     const std::optional<std::string>& given) {
-  using plan::Invariance;
   problem.invariance = environment().invariance;
   if (given) {
-    const std::array all = {Invariance::kNone, Invariance::kBatch, Invariance::kWorld};
-    const auto* const asked = std::find_if(
-        all.begin(), all.end(), [&](Invariance one) { return *given == plan::name(one); });
-    TORCH_CHECK_VALUE(asked != all.end(), op, ": invariance is '", *given,
+    const auto asked = invariance_named(*given);
+    TORCH_CHECK_VALUE(asked.has_value(), op, ": invariance is '", *given,
                       "'; allowed are None, which leaves it to OVERLAP_INVARIANCE, 'none', 'batch' "
                       "and 'world'");
     problem.invariance = *asked;
   }
-  if (problem.invariance != Invariance::kWorld) return;
+  if (problem.invariance != plan::Invariance::kWorld) return;
   try {
     plan::check_problem(problem);
   } catch (const std::invalid_argument& error) {
