@@ -9,7 +9,7 @@
 //   producer | load 0 | load 1 | load 2 | load 3 | ...  (TMA, as far ahead as memory allows)
 //   team 0   |        | mma 0  | store 0, signal | mma 2 | ...
 //   team 1   |                 | mma 1  | store 1, signal | ...
-// With groups of K (ping-pong) the teams alternate groups of two tiles:
+// With groups of K the teams alternate groups of two tiles, but for peers:
 //   team 0   | mma 0 | add   | mma 0 | add   | ... | store 0, signal
 //   team 1   |       | mma 1 | add   | mma 1 | ... | add | store 1, signal
 #pragma once
@@ -148,7 +148,7 @@ struct GemmSm90Body : Types {
                     cute::block_rank_in_cluster(), shared.tensors.mainloop);
       state.advance(count);
     };
-    if constexpr (Types::Groups::kInGroups) {
+    if constexpr (Types::kAlternates) {
       const int count = k_tiles / params.count;
       for (typename Places::Place place[kTeams]; places.next(place[0]);) {
         const bool alone = !places.next(place[1]);
@@ -182,34 +182,39 @@ struct GemmSm90Body : Types {
   // Steps along K that a team multiplies before it is the other one's turn.
   template <class Params>
   CUTLASS_DEVICE static int begin_turns(const Params& params, int k_tiles, int team) {
-    if constexpr (Types::Groups::kInGroups) {
+    if constexpr (Types::kAlternates) {
       if (team == 1) pass_turn(team);
       return k_tiles / params.count;
     }
     return k_tiles;
   }
 
-  // A tile's sums, of K in groups. One team multiplies while the other one adds. A team that waited for its loads out of
-  // turn could take the other one's for them: a stage's barrier tells only odd uses from even ones.
+  // A tile's sums, of K in groups. Where teams alternate, one multiplies while the other one adds. A team that waited for
+  // its loads out of turn could take the other one's for them: a stage's barrier tells only odd uses from even ones.
   template <class Params, class Sums>
   CUTLASS_DEVICE static void multiply_groups(const Params& params, SharedStorage& shared,
                                              MainloopPipeline& pipeline,
                                              typename Mainloop::PipelineState& state,
-                                             const Step& step, int team, int thread, int k_tiles,
-                                             Sums& sums) {
+                                             TeamOrder& order, const Step& step, int team,
+                                             int thread, int k_tiles, Sums& sums) {
     Mainloop mainloop;
     TiledMma tiled_mma;
     typename Types::Groups groups(params, team, thread);
+    const bool alternates = Types::kAlternates && !step.alone;
+    const int group_tiles = k_tiles / params.count;
+    if constexpr (Types::kAlternates) order.arrive();
     for (int32_t group = 0; group < params.count; ++group) {
       auto product = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
-      if (!step.alone || group == 0) await_turn(team);
-      mainloop.mma(pipeline, state, product, k_tiles, thread, shared.tensors.mainloop,
+      if (alternates || (Types::kAlternates && group == 0)) await_turn(team);
+      mainloop.mma(pipeline, state, product, group_tiles, thread, shared.tensors.mainloop,
                    params.mainloop);
-      if (!step.alone) pass_turn(team);
-      mainloop.mma_tail(pipeline, state, k_tiles);
-      state.advance(k_tiles * (step.alone ? 1 : kTeams));
+      if (alternates) pass_turn(team);
+      if (!Types::kAlternates && group + 1 == params.count) order.arrive();
+      mainloop.mma_tail(pipeline, state, group_tiles);
+      state.advance(group_tiles * (alternates ? kTeams : 1));
       groups.add(product, group);
     }
+    if constexpr (!Types::kAlternates) state.advance(k_tiles * (kTeams - 1));
     groups.put_into(sums);
   }
 
@@ -257,9 +262,8 @@ struct GemmSm90Body : Types {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
       if constexpr (kTeams > 1) order.wait();
       if constexpr (Types::Groups::kInGroups) {
-        order.arrive();
-        multiply_groups(params, shared, pipeline, mainloop_state, step, team, thread, turn_tiles,
-                        accumulators);
+        multiply_groups(params, shared, pipeline, mainloop_state, order, step, team, thread,
+                        k_tiles, accumulators);
       } else {
         mainloop.mma(pipeline, mainloop_state, accumulators, k_tiles, thread,
                      shared.tensors.mainloop, params.mainloop);

@@ -48,23 +48,18 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
    public:
     CUTLASS_DEVICE Tiles(const Params& params, SharedStorage& shared, int turn, int step,
                          bool begins = false)
-        : order_(params.order),
-          reader_(shared.feed, turn, step, begins),
-          first_of_pairs_(turn == 0 && step == kTeams) {}
+        : order_(params.order), reader_(shared.feed, turn, step, begins) {}
     CUTLASS_DEVICE bool next(Step& step) {
-      bool alone = false;
-      const bool looks = Types::Groups::kInGroups && first_of_pairs_;
-      const TileFeed::Entry entry = reader_.next(looks ? &alone : nullptr);
+      const TileFeed::Entry entry = reader_.next();
       if (entry.index == TileFeed::kEnd) return false;
       const int32_t index = entry.index + static_cast<int32_t>(cute::block_rank_in_cluster());
-      step = {index, plan::tile_coord(order_, index), entry.sources, alone};
+      step = {index, plan::tile_coord(order_, index), entry.sources};
       return true;
     }
 
    private:
     const plan::TileOrder& order_;
     TileFeed::Reader reader_;
-    const bool first_of_pairs_;
   };
 
   // Reads what is fed for the warp that loads.

@@ -58,6 +58,9 @@ struct GemmSm90Types {
   static constexpr bool kPingpong = plan::is_pingpong(kKernel);
   static constexpr bool kWide = kKernel == plan::Kernel::kSm90PingpongWide;
   static constexpr bool kForPeers = kPeers;
+  // Teams alternate groups of K. For peers they alternate tiles: a team that stores has the other one's whole tile to
+  // send its own, or to wait for a peer's.
+  static constexpr bool kAlternates = Groups::kInGroups && !kPeers;
   using ClusterShape = cute::Shape<cute::_2, cute::_1, cute::_1>;
   static constexpr int kColumns = kWide ? 192 : kPingpong ? 128 : 256;
   using TileShape = cute::Shape<cute::_128, cute::Int<kColumns>, cute::Int<128 / sizeof(Input)>>;

@@ -132,10 +132,9 @@ struct TileFeed {
                                       bool begins)
         : shared_(shared), turn_(turn), step_(step), begins_(begins) {}
 
-    // `last`, if not null: whether the entry after this one is the end.
-    __device__ __forceinline__ Entry next(bool* last = nullptr) {
-      const Entry entry = look(turn_);
-      if (last != nullptr && entry.index != kEnd) *last = look(turn_ + 1).index == kEnd;
+    __device__ __forceinline__ Entry next() {
+      wait(&shared_.full[turn_ % kSlots], turn_ / kSlots % 2);
+      const Entry entry = shared_.entries[turn_ % kSlots];
       __syncwarp();
       if (threadIdx.x % kWarpThreads == 0) {
         if (begins_) {
@@ -150,11 +149,6 @@ struct TileFeed {
     }
 
    private:
-    __device__ __forceinline__ Entry look(uint32_t turn) const {
-      wait(&shared_.full[turn % kSlots], turn / kSlots % 2);
-      return shared_.entries[turn % kSlots];
-    }
-
     SharedStorage& shared_;
     uint32_t turn_;
     const uint32_t step_;
