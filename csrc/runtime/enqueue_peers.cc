@@ -138,7 +138,7 @@ void enqueue(RunState& run, const steps::PeerCollective& step, cudaStream_t on) 
 
 void enqueue(RunState& run, const steps::LowLatency& step, cudaStream_t on) {
   constexpr int64_t kWord = 4;
-  const kernels::UnitPeers peers =
+  const kernels::LinePeers peers =
       run.with_deadline(run.peers->low_latency(run.list.communication));
   if (step.finish) {
     kernels::PeerFinishParams params{peers, step.in_pieces, *run.call.finish};

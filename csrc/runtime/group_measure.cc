@@ -93,6 +93,7 @@ void Group::measure_peers() {
   }
   // The slowest rank's on all of them, so that they plan alike.
   const float gbps = least_of_all(measure_copies());
+  peers_->know_link(gbps);
   peer_failures_ = std::make_unique<PeerFailures>(peers_->failures(), peers_->failures_of_peers(),
                                                   report_.get());
   if (clique_.count == options_.world_size) {

@@ -35,8 +35,9 @@ constexpr int64_t kFlagBytes = (sizeof(Flags) + 4095) / 4096 * 4096;
 constexpr int64_t kTileFlagBytes = 2 * plan::kMaxRingTiles * sizeof(uint64_t);
 // Bytes of one writer and call; each message goes to all peers.
 int64_t low_latency_buffer(int world_size) {
-  return kernels::low_latency_bytes(Peers::kLowLatencyBytes / (world_size - 1));
+  return kernels::low_latency_bytes(plan::kLowLatencyBytes / (world_size - 1));
 }
+static_assert(kTileFlagBytes % kernels::kRunRoom == 0);  // lines lie in the memory's own lines
 
 Flags& flags_of(const PeerMemory& memory, int owner) {
   return *reinterpret_cast<Flags*>(memory.of(owner));
@@ -272,11 +273,12 @@ kernels::PeerMeeting Peers::meeting(const Call& call) const {
   return params;
 }
 
-kernels::UnitPeers Peers::low_latency(uint64_t hash) const {
-  kernels::UnitPeers params;
+kernels::LinePeers Peers::low_latency(uint64_t hash) const {
+  kernels::LinePeers params;
   params.rank = rank_;
   params.ranks = world_size_;
   params.buffer_bytes = low_latency_buffer(world_size_);
+  params.whole_lines = whole_lines_;
   // Each owner has a place for every other rank.
   const auto place = [&](int owner, int writer) {
     const int index = (writer - owner - 1 + world_size_) % world_size_;

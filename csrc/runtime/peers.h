@@ -104,9 +104,10 @@ class Peers {
   const uint64_t* failures() const;
   std::vector<uint64_t*> failures_of_peers() const;
 
-  // Buffers and count of an all-reduce that sends at most kLowLatencyBytes, which takes no slot.
-  kernels::UnitPeers low_latency(uint64_t hash) const;
-  static constexpr int64_t kLowLatencyBytes = int64_t{1} << 22;
+  // Buffers and count of an all-reduce of low latency, which takes no slot.
+  kernels::LinePeers low_latency(uint64_t hash) const;
+  // Copies to peers were measured at this rate. Faster than PCIe, links are NVLink's, which keep lines whole.
+  void know_link(double gbps) { whole_lines_ = gbps > kMostPcieGbps; }
 
   const Clique& clique() const { return clique_; }
   uint32_t self() const { return 1u << rank_; }
@@ -119,6 +120,7 @@ class Peers {
 
  private:
   static constexpr int kSlots = 2;
+  static constexpr double kMostPcieGbps = 128.0;  // of 16 lanes of PCIe 6
 
   Peers(ByteAllGather all_gather, const Clique& clique, cudaStream_t stream);
   uint64_t* flag(int slot, Flag flag, int owner, int writer) const;
@@ -139,6 +141,7 @@ class Peers {
   std::map<int64_t, std::unique_ptr<StripedMemory>> stripes_;    // by the bytes of a part
   int64_t least_refused_ = std::numeric_limits<int64_t>::max();  // of a part
   uint64_t calls_ = 0;
+  bool whole_lines_ = false;
   bool last_hears_all_ = false;
   std::optional<unsigned long long> last_capture_;
   bool leaked_ = false;

@@ -81,8 +81,7 @@ class FinishCase {
 
   // Bytes of one writer's message: all rows, or its terms of a peer's rows and its own sums.
   int64_t room() const {
-    return 16 * kernels::finish_row_units(columns_ * 2) *
-           (2 * ((rows_ + ranks_ - 1) / ranks_) + rows_);
+    return kernels::low_latency_bytes(columns_ * 2) * (2 * ((rows_ + ranks_ - 1) / ranks_) + rows_);
   }
 
   static float residual(int64_t i) { return static_cast<float>(i % 13 - 6); }
@@ -121,6 +120,7 @@ class FinishCase {
     }
     params.arrived = own.flags.data();
     params.buffer_bytes = room();
+    params.whole_lines = rows_ % 2 == 1;
     params.calls = own.flags.data() + 2 * kernels::kMaxPeers;
     params.tag = uint64_t{3} << kernels::kCallTagShift;
     params.deadline_ns = 10'000'000'000;

@@ -101,7 +101,7 @@ class PeerCase {
   static int64_t low_latency_room(int64_t elements, int ranks) {
     // All of it in one step, or, in pieces, terms of the peer's and sums of the own.
     const int64_t bytes = elements * 4;
-    const int64_t piece = kernels::low_latency_piece(bytes, ranks) * kernels::kUnitBytes;
+    const int64_t piece = plan::low_latency_piece(bytes, ranks) * plan::kRunBytes;
     return kernels::low_latency_bytes(std::max(bytes, 2 * piece));
   }
 
@@ -147,6 +147,7 @@ class PeerCase {
     }
     params.arrived = own.compared(0);
     params.buffer_bytes = buffer;
+    params.whole_lines = elements_ != 12;  // else the number follows its data
     params.calls = own.counts(2);
     params.tag = tag_of(3);
     params.deadline_ns = kWaitNs;

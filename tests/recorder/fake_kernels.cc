@@ -115,7 +115,7 @@ std::string interpreter_of(const InterpreterParams& p) {
   return text + meeting_of(p);
 }
 
-std::string units_of(const UnitPeers& p) {
+std::string lines_of(const LinePeers& p) {
   for (const void* place : p.received) (void)at(place, 2 * p.buffer_bytes);
   return ";" + show("sends to", p.destination, "receives", p.received, "announces", p.announce,
                     p.arrived, calls_of(p));
@@ -159,12 +159,12 @@ LAUNCH(peer_exchange,
 LAUNCH(peer_finish,
        show("all_reduce and norm in", p.in_two_steps ? "two steps" : "one step", p.finish.terms,
             "->", p.finish.sum, p.finish.normed, p.finish.bias, p.finish.residual) +
-           units_of(p),
+           lines_of(p),
        const PeerFinishParams& p)
 LAUNCH(peer_all_reduce_low_latency,
        show("low latency all_reduce of", 4 * p.words, p.in_pieces ? "bytes in pieces" : "bytes",
             p.own, "->", p.output, p.bias) +
-           units_of(p),
+           lines_of(p),
        const PeerLowLatencyParams& p)
 LAUNCH(unpack_chunk, reorder_of("unpack", p), const ReorderParams& p)
 LAUNCH(pack_chunk, reorder_of("pack", p), const ReorderParams& p)

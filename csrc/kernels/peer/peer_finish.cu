@@ -8,8 +8,13 @@
 namespace overlap::kernels {
 namespace {
 
-constexpr int kMostWarps = 24;                            // of a block
-constexpr int kMostGroups = kMostWarps * 4 * kUnitWords;  // runs of 32 words
+constexpr int kMostWarps = 24;  // of a block
+// Threads that hold more words are fewer: registers of a block have a limit.
+constexpr int most_warps(int units) {
+  return units == 1 ? kMostWarps : units == 2 ? 20 : 18;
+}
+constexpr int kBlockWords = 64;  // of 128 elements, with a scale
+constexpr int kMostBlocks = kMostFinishColumns / kVector / kBlockWords;
 
 template <class Combine>
 __device__ __forceinline__ float over_warp(float value, Combine combine) {
@@ -58,6 +63,7 @@ class Finisher {
         shared().squares[turn][i] = shared().largest[turn][i] = 0.0f;
       }
     }
+    clear_blocks(1);
   }
 
   // A row of the residual, or zeros. Loaded before a row is awaited, it takes no time of its own.
@@ -82,7 +88,7 @@ class Finisher {
   struct Shared {
     alignas(16) float squares[2][kMostWarps];
     alignas(16) float largest[2][kMostWarps];
-    float largest_of_group[2][kMostGroups];
+    uint32_t largest_of_block[2][kMostBlocks];
   };
   __device__ __forceinline__ static Shared& shared() {
     __shared__ Shared memory;
@@ -113,7 +119,7 @@ class Finisher {
   }
 
   __device__ __forceinline__ void cast(int64_t row, const Floats<kUnits>& normed) const {
-    float scale[kUnits][kUnitWords];
+    float scale[kUnits][kLaneWords];
     const auto set_all = [&](float value) {
       each_word<kUnits>([&](int u, int w) { scale[u][w] = value; });
     };
@@ -128,31 +134,52 @@ class Finisher {
       set_all(scale_of(over_block(largest, shared().largest[turn_], larger)));
       if (threadIdx.x == 0) params_.scales[row] = scale[0][0];
     } else {
-      // A block of 128 elements is two groups of 32 words, which may be two warps'.
-      float* const largests = shared().largest_of_group[turn_];
-      const auto group = [&](int u, int w) { return part_.run(u) * kUnitWords + w; };
-      each_word<kUnits>([&](int u, int w) {
-        const float largest = over_warp(of_word(u, w), larger);
-        if (part_.has(u) && part_.lane == 0) largests[group(u, w)] = largest;
+      clear_blocks(turn_ ^ 1);  // read before the last barrier, and stored in after the next one
+      // A block of 128 elements is 64 words, of several lanes and perhaps two warps. The bits of absolute values are
+      // in the order of the values, and NaN is the largest.
+      uint32_t* const largests = shared().largest_of_block[turn_];
+      const auto block = [&](int u, int pair) {
+        return (part_.first(pair) + part_.to_words(u)) / kBlockWords;
+      };
+      each_own_pair([&](int u, int pair) {
+        const float largest = larger(of_word(u, 2 * pair), of_word(u, 2 * pair + 1));
+        atomicMax(largests + block(u, pair), __float_as_uint(largest));
       });
       __syncthreads();
-      each_word<kUnits>([&](int u, int w) {
-        if (!part_.has(u)) return;
-        const int own = group(u, w);
-        const int other = own ^ 1;
-        const bool both = other < part_.runs * kUnitWords;
-        scale[u][w] = scale_of(both ? larger(largests[own], largests[other]) : largests[own]);
-        if (part_.lane == 0 && own % 2 == 0 && part_.has(u, w)) {
-          params_.scales[own / 2 * params_.rows + row] = scale[u][w];
+      each_own_pair([&](int u, int pair) {
+        const float value = scale_of(__uint_as_float(largests[block(u, pair)]));
+        scale[u][2 * pair] = scale[u][2 * pair + 1] = value;
+        if ((part_.first(pair) + part_.to_words(u)) % kBlockWords == 0) {
+          params_.scales[block(u, pair) * params_.rows + row] = value;
         }
       });
     }
-    uint16_t* const values =
-        static_cast<uint16_t*>(params_.values) + (row * part_.words + part_.first());
-    each_word<kUnits>([&](int u, int w) {
-      const auto& pair = normed.value[u][w];
-      if (part_.has(u, w)) values[part_.to_word(u, w)] = to_fp8(pair[0], pair[1], scale[u][w]);
-    });
+    each_pair(part_, static_cast<uint16_t*>(params_.values), row,
+              [&](int u, int pair, uint16_t* values) {
+                const auto cast = [&](int w) {
+                  const auto& two = normed.value[u][w];
+                  return uint32_t{to_fp8(two[0], two[1], scale[u][w])};
+                };
+                *reinterpret_cast<uint32_t*>(values) = cast(2 * pair) | cast(2 * pair + 1) << 16;
+              });
+  }
+
+  __device__ __forceinline__ void clear_blocks(int turn) const {
+    if (!params_.by_blocks) return;
+    for (int i = static_cast<int>(threadIdx.x); i < kMostBlocks; i += blockDim.x) {
+      shared().largest_of_block[turn][i] = 0;
+    }
+  }
+
+  template <class Body>
+  __device__ __forceinline__ void each_own_pair(Body body) const {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+      for (int pair = 0; pair < kPairsOfLane; ++pair) {
+        if (part_.has(u, pair)) body(u, pair);
+      }
+    }
   }
 
   const FinishParams& params_;
@@ -164,9 +191,9 @@ class Finisher {
 // A block's only row, in one step: nothing is kept for another one. Or all its rows, in one step or two.
 enum class Form { kOneRow, kOneStep, kTwoSteps };
 
-// A block sends all its rows before it waits for any. Returns UnitCall::look().
+// A block sends all its rows before it waits for any. Returns LineCall::look().
 template <class T, int kUnits, Form kForm>
-__device__ __forceinline__ uint64_t take_rows(const PeerFinishParams& params, const UnitCall& call,
+__device__ __forceinline__ uint64_t take_rows(const PeerFinishParams& params, const LineCall& call,
                                               const RowPart<kUnits>& part) {
   const FinishParams& rows = params.finish;
   const auto each = [&](auto body) {
@@ -177,7 +204,7 @@ __device__ __forceinline__ uint64_t take_rows(const PeerFinishParams& params, co
     }
   };
   const auto send = [&](int peer, int64_t place, const Words<kUnits>& words) {
-    send_words(part, call.to(peer), place, call.number(), words);
+    send_words(part, call, peer, place, words);
   };
   const auto send_to_all = [&](int64_t place, const Words<kUnits>& words) {
     int peer = params.rank;
@@ -231,7 +258,7 @@ __device__ __forceinline__ uint64_t take_rows(const PeerFinishParams& params, co
     each([&](int64_t row) {
       if (owner(row) == params.rank) return;
       const Words<kUnits> residual = finisher.residual(row);
-      Arriving<kUnits, 1> sum;
+      ArrivingRows<kUnits, 1> sum;
       sum.wait(part, call, params, sums + place(row), owner(row), [](int) { return true; });
       finisher.finish(row, sum.words(0), residual);
     });
@@ -241,17 +268,17 @@ __device__ __forceinline__ uint64_t take_rows(const PeerFinishParams& params, co
 }
 
 template <class T, int kUnits, Form kForm>
-__global__ void __launch_bounds__(kMostWarps* kLanes, 1)
+__global__ void __launch_bounds__(most_warps(kUnits) * kLanes, 1)
     peer_finish_kernel(const __grid_constant__ PeerFinishParams params) {
   const RowPart<kUnits> part(params.finish.columns);
   wait_for_previous_kernel();
-  const UnitCall call(params);
+  const LineCall call(params);
   call.compare(take_rows<T, kUnits, kForm>(params, call, part));
   call.count();
 }
 
 template <class T, int kUnits>
-__global__ void __launch_bounds__(kMostWarps* kLanes, 1)
+__global__ void __launch_bounds__(most_warps(kUnits) * kLanes, 1)
     finish_rows_kernel(const __grid_constant__ FinishParams params) {
   wait_for_previous_kernel();
   let_next_kernel_in();
@@ -269,9 +296,9 @@ struct Shape {
 
 // By the number of columns and by nothing else: a row's sums keep their order.
 Shape shape_of(int64_t columns) {
-  const auto runs = static_cast<int>(finish_row_units(columns * 2) / kLanes);
+  const auto runs = static_cast<int>(plan::low_latency_runs(columns * 2));
   int units = 1;
-  while (units * kMostWarps < runs) units *= 2;
+  while (units * most_warps(units) < runs) units *= 2;
   return {units, (runs + units - 1) / units * kLanes};
 }
 

@@ -14,12 +14,6 @@ namespace overlap::kernels {
 inline constexpr int64_t kFinishGrain = 8;            // of columns
 inline constexpr int64_t kMostFinishColumns = 16384;  // a row lies in the registers of one block
 
-// Units of one row of so many bytes: each warp takes runs of 96 words, of which lane i has words i, 32 + i and 64 + i.
-constexpr int64_t finish_row_units(int64_t row_bytes) {
-  constexpr int64_t kRunBytes = 32 * kUnitBytes;
-  return (row_bytes + kRunBytes - 1) / kRunBytes * 32;
-}
-
 // The rows of a sum become results: sum = round(terms) + bias + residual, its norm, and a cast of the norm. Matrices are
 // contiguous [rows, columns].
 struct FinishParams {
@@ -45,7 +39,7 @@ struct FinishParams {
 // The same with an all-reduce over peers before it, whose data are their own signal. In one step; or in two, where rows
 // have owners by turns, who add up and send the sums. A block takes whole rows, so that a row's bits depend on no other
 // row.
-struct PeerFinishParams : UnitPeers {
+struct PeerFinishParams : LinePeers {
   bool in_two_steps = false;
   FinishParams finish;
   int32_t most_blocks = kMaxPeerBlocks;  // ranks may differ

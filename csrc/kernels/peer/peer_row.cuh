@@ -5,59 +5,61 @@
 #include <cstdint>
 
 #include "kernels/peer/pair_sum.cuh"
+#include "kernels/peer/peer_line.cuh"
 #include "kernels/peer/peer_sum.cuh"
-#include "kernels/peer/peer_unit.cuh"
 
 namespace overlap::kernels {
 
-inline constexpr int kLanes = 32;
-inline constexpr int kRunWords = kLanes * kUnitWords;
-inline constexpr int kVector = 2;  // elements of a word
+inline constexpr int kVector = 2;       // elements of a word
+inline constexpr int kPairsOfLane = 2;  // of words, that lie together
+static_assert(kLaneWords == 2 * kPairsOfLane);
 
-// Where the words of this thread's units are in a row.
+// Where the words of this thread's units are in a row. A warp takes runs of 120 words: the first 64 by pairs in the
+// order of the lanes, the others by pairs of those lanes that hold no line's number.
 template <int kUnits>
-struct RowPart {
+struct RowPart : RunLane {
   __device__ __forceinline__ explicit RowPart(int64_t columns)
       : words(static_cast<int>(columns) / kVector),
         runs((words + kRunWords - 1) / kRunWords),
         warps(static_cast<int>(blockDim.x) / kLanes),
         warp(static_cast<int>(threadIdx.x) / kLanes),
-        lane(static_cast<int>(threadIdx.x) % kLanes),
-        left_(words - first()) {}
+        first_{warp * kRunWords + 2 * lane, warp * kRunWords + 2 * kLanes + 2 * (lane - line)},
+        left_{words - first_[0], numbers() ? 0 : words - first_[1]},
+        left_of_line_(words - warp * kRunWords - 2 * kLineLanes * line) {}
 
   __device__ __forceinline__ int run(int u) const { return u * warps + warp; }
-  // The first of this thread's words, and the first of its units.
-  __device__ __forceinline__ int first() const { return warp * kRunWords + lane; }
-  __device__ __forceinline__ int first_unit() const { return warp * kLanes + lane; }
-  __device__ __forceinline__ int units() const { return runs * kLanes; }
-  __device__ __forceinline__ bool has(int u) const { return has(u, 0); }
-  __device__ __forceinline__ bool has(int u, int w) const {
-    return left_ > u * warps * kRunWords + w * kLanes;
+  // The first of a thread's pairs of words.
+  __device__ __forceinline__ int first(int pair) const { return first_[pair]; }
+  __device__ __forceinline__ bool has(int u) const { return run(u) < runs; }
+  __device__ __forceinline__ bool has(int u, int pair) const { return left_[pair] > to_words(u); }
+  __device__ __forceinline__ bool has_line(int u) const { return left_of_line_ > to_words(u); }
+  // From the words of a thread's first unit to those of another one; from its share of a line.
+  __device__ __forceinline__ int to_words(int u) const { return u * warps * kRunWords; }
+  __device__ __forceinline__ int to_share(int u) const { return u * warps * kLanes; }
+  // The place of the first unit's share in the lines of rows.
+  __device__ __forceinline__ int64_t first_share(int64_t row) const {
+    return (row * runs + warp) * kLanes + lane;
   }
-  // From a thread's first word, or unit, to another one.
-  __device__ __forceinline__ int to_word(int u, int w) const {
-    return u * warps * kRunWords + w * kLanes;
-  }
-  __device__ __forceinline__ int to_unit(int u) const { return u * warps * kLanes; }
 
   const int words;
   const int runs;
   const int warps;
   const int warp;
-  const int lane;
 
  private:
-  const int left_;  // words from the first one to the row's end
+  const int first_[kPairsOfLane];
+  const int left_[kPairsOfLane];  // words from the first one to the row's end
+  const int left_of_line_;
 };
 
 template <int kUnits>
 struct Words {
-  uint32_t word[kUnits][kUnitWords];
+  uint32_t word[kUnits][kLaneWords];
 };
 
 template <int kUnits>
 struct Floats {
-  float value[kUnits][kUnitWords][kVector];
+  float value[kUnits][kLaneWords][kVector];
 };
 
 // Calls `body(u, w)` for each of a thread's words.
@@ -66,40 +68,57 @@ __device__ __forceinline__ void each_word(Body body) {
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
-    for (int w = 0; w < kUnitWords; ++w) body(u, w);
+    for (int w = 0; w < kLaneWords; ++w) body(u, w);
   }
 }
 
-// Zeros beyond the row's end.
+// Calls `body(u, pair, words)` for each of a thread's pairs of words in this row of a matrix.
+template <int kUnits, class Word, class Body>
+__device__ __forceinline__ void each_pair(const RowPart<kUnits>& part, Word* matrix, int64_t row,
+                                          Body body) {
+  Word* const words = matrix + row * part.words;
+#pragma unroll
+  for (int pair = 0; pair < kPairsOfLane; ++pair) {
+    Word* const first = words + part.first(pair);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (part.has(u, pair)) body(u, pair, first + part.to_words(u));
+    }
+  }
+}
+
+// Zeros where the thread has no words.
 template <int kUnits>
 __device__ __forceinline__ Words<kUnits> load_words(const RowPart<kUnits>& part, const void* matrix,
                                                     int64_t row) {
-  const uint32_t* const words =
-      static_cast<const uint32_t*>(matrix) + (row * part.words + part.first());
-  Words<kUnits> loaded;
-  each_word<kUnits>(
-      [&](int u, int w) { loaded.word[u][w] = part.has(u, w) ? words[part.to_word(u, w)] : 0; });
+  Words<kUnits> loaded = {};
+  each_pair(part, static_cast<const uint32_t*>(matrix), row,
+            [&](int u, int pair, const uint32_t* words) {
+              const uint2 both = *reinterpret_cast<const uint2*>(words);
+              loaded.word[u][2 * pair] = both.x;
+              loaded.word[u][2 * pair + 1] = both.y;
+            });
   return loaded;
 }
 
 template <int kUnits>
 __device__ __forceinline__ void store_words(const RowPart<kUnits>& part, void* matrix, int64_t row,
                                             const Words<kUnits>& stored) {
-  uint32_t* const words = static_cast<uint32_t*>(matrix) + (row * part.words + part.first());
-  each_word<kUnits>([&](int u, int w) {
-    if (part.has(u, w)) words[part.to_word(u, w)] = stored.word[u][w];
+  each_pair(part, static_cast<uint32_t*>(matrix), row, [&](int u, int pair, uint32_t* words) {
+    *reinterpret_cast<uint2*>(words) = {stored.word[u][2 * pair], stored.word[u][2 * pair + 1]};
   });
 }
 
 template <int kUnits>
-__device__ __forceinline__ void send_words(const RowPart<kUnits>& part, char* buffer, int64_t place,
-                                           uint32_t number, const Words<kUnits>& sent) {
-  Unit* const units = reinterpret_cast<Unit*>(buffer) + (place * part.units() + part.first_unit());
+__device__ __forceinline__ void send_words(const RowPart<kUnits>& part, const LineCall& call,
+                                           int peer, int64_t place, const Words<kUnits>& sent) {
+  LineShare* const first = reinterpret_cast<LineShare*>(call.to(peer)) + part.first_share(place);
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
     if (!part.has(u)) continue;
-    const Unit unit = {{sent.word[u][0], sent.word[u][1], sent.word[u][2]}, number};
-    store_unit(units, part.to_unit(u), unit);
+    const auto& word = sent.word[u];
+    store_run(first + part.to_share(u), {{word[0], word[1], word[2], word[3]}}, part.has_line(u),
+              part, call);
   }
 }
 
@@ -166,51 +185,36 @@ __device__ __forceinline__ Words<kUnits> plus(const Words<kUnits>& left,
   return rounded<T>(sum);
 }
 
-// Units of a row from some ranks, which are loaded together and polled until all have come.
+// The words of a row that some ranks send.
 template <int kUnits, int kRanks>
-struct Arriving {
-  Unit unit[kRanks][kUnits] = {};  // zeros beyond the row's end
+struct ArrivingRows {
+  ArrivingRuns<kRanks * kUnits> runs;
 
-  // `wants(r)`: whether rank `first + r` has sent.
+  // `wants(r)`: whether rank `first + r` sends.
   template <class Wants>
-  __device__ __forceinline__ void wait(const RowPart<kUnits>& part, const UnitCall& call,
-                                       const UnitPeers& peers, int64_t place, int first,
+  __device__ __forceinline__ void wait(const RowPart<kUnits>& part, const LineCall& call,
+                                       const LinePeers& peers, int64_t place, int first,
                                        Wants wants) {
-    const int64_t begin = place * part.units() + part.first_unit();
-    const Unit* from[kRanks] = {};
-    uint32_t missing = 0;  // a bit for each unit
+    const int64_t share = part.first_share(place);
+    const LineShare* from[kRanks] = {};
+    uint32_t missing = 0;
 #pragma unroll
     for (int r = 0; r < kRanks; ++r) {
       if (!wants(r)) continue;
-      from[r] = reinterpret_cast<const Unit*>(call.from(first + r)) + begin;
+      from[r] = reinterpret_cast<const LineShare*>(call.from(first + r)) + share;
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) missing |= part.has(u) ? 1u << (r * kUnits + u) : 0;
     }
-    const auto load = [&] {
-#pragma unroll
-      for (int i = 0; i < kRanks * kUnits; ++i) {
-        if ((missing >> i & 1) == 0) continue;
-        unit[i / kUnits][i % kUnits] = load_unit(from[i / kUnits], part.to_unit(i % kUnits));
-      }
-#pragma unroll
-      for (int i = 0; i < kRanks * kUnits; ++i) {
-        if (unit[i / kUnits][i % kUnits].number == call.number()) missing &= ~(1u << i);
-      }
-      return missing == 0;
-    };
-#pragma unroll 1
-    for (int poll = 0; poll < kHotPolls; ++poll) {
-      if (load()) return;
-    }
-    spin(peers.deadline_ns, peers.report, load, [&] {
-      const int rank = first + (__ffs(static_cast<int>(missing)) - 1) / kUnits;
-      write_report(peers.report, missed_peer(peers.chunk, rank, call.number(), 0));
-    });
+    runs.wait(
+        missing, part, call, peers,
+        [&](int i) { return from[i / kUnits] + part.to_share(i % kUnits); },
+        [&](int i) { return part.has_line(i % kUnits); },
+        [&](int i) { return first + i / kUnits; });
   }
 
   __device__ __forceinline__ Words<kUnits> words(int r) const {
     Words<kUnits> all;
-    each_word<kUnits>([&](int u, int w) { all.word[u][w] = unit[r][u].word[w]; });
+    each_word<kUnits>([&](int u, int w) { all.word[u][w] = runs.share[r * kUnits + u].word[w]; });
     return all;
   }
 };
@@ -218,15 +222,15 @@ struct Arriving {
 // All ranks' terms of a row, added in the ranks' order; this rank's own are given, and peers' are at `place` in the
 // buffers. Loads of kTogether ranks are in flight at a time.
 template <class T, int kUnits>
-__device__ __forceinline__ Words<kUnits> sum_row(const RowPart<kUnits>& part, const UnitCall& call,
-                                                 const UnitPeers& peers,
+__device__ __forceinline__ Words<kUnits> sum_row(const RowPart<kUnits>& part, const LineCall& call,
+                                                 const LinePeers& peers,
                                                  const Words<kUnits>& own_words, int64_t place) {
   constexpr int kTogether = 4 / kUnits;
   Floats<kUnits> sum;
   each_word<kUnits>([&](int u, int w) { sum.value[u][w][0] = sum.value[u][w][1] = kNoSum; });
 #pragma unroll 1
   for (int first = 0; first < peers.ranks; first += kTogether) {
-    Arriving<kUnits, kTogether> arriving;
+    ArrivingRows<kUnits, kTogether> arriving;
     const auto wants = [&](int r) { return first + r < peers.ranks && first + r != peers.rank; };
     arriving.wait(part, call, peers, place, first, wants);
 #pragma unroll

@@ -59,32 +59,58 @@ __device__ __forceinline__ void tell_peers(const WaitReport* report) {
   __threadfence_system();
 }
 
-// Polls until `reached()`, or until the deadline has passed or another wait of the group has failed:
-// then the results are void, and later waits need not sit out a deadline each. True if reached; calls
-// `expired()` at the deadline, which leaves a report.
+// How long a wait goes on: until its deadline has passed, or another wait of the group has failed. Then the results are
+// void, and later waits need not sit out a deadline each. One thread waits, or a warp whose lanes stay together.
+template <bool kByWarp = false>
+class Patience {
+ public:
+  __device__ __forceinline__ Patience(int64_t deadline_ns, const WaitReport* report)
+      : deadline_ns_(deadline_ns), report_(report) {}
+
+  // Between two looks at what is awaited. Calls `expired()` at the deadline, which leaves a report.
+  template <class Expired>
+  __device__ __forceinline__ bool ends(Expired expired) {
+    const int64_t now = by_all(global_time_ns());
+    if (start_ns_ == 0) start_ns_ = now;
+    const int64_t waited = now - start_ns_;
+    bool over = waited >= deadline_ns_;
+    if (over) {
+      expired();
+    } else if (waited >= next_report_poll_) {
+      next_report_poll_ = waited + kReportPollNs;
+      over = report_ != nullptr && by_all(load_relaxed_sys(&report_->failure)) != 0;
+    }
+    if (over) tell_peers(report_);
+    return over;
+  }
+  __device__ __forceinline__ void pause() {
+    __nanosleep(sleep_ns_);
+    sleep_ns_ = min(2 * sleep_ns_, kLastSleepNs);
+  }
+
+ private:
+  template <class Value>
+  __device__ __forceinline__ static Value by_all(Value value) {
+    return kByWarp ? __shfl_sync(~0u, value, 0) : value;
+  }
+
+  const int64_t deadline_ns_;
+  const WaitReport* const report_;
+  int64_t start_ns_ = 0;
+  int64_t next_report_poll_ = kReportPollNs;
+  uint32_t sleep_ns_ = kFirstSleepNs;
+};
+
+// Polls until `reached()`, or as long as patience lasts. True if reached.
 template <class Reached, class Expired>
 __device__ __forceinline__ bool spin(int64_t deadline_ns, const WaitReport* report, Reached reached,
                                      Expired expired) {
-  if (reached()) return true;
-  const int64_t start = global_time_ns();
-  int64_t next_report_poll = kReportPollNs;
-  uint32_t sleep_ns = kFirstSleepNs;
-  while (true) {
-    __nanosleep(sleep_ns);
-    sleep_ns = min(2 * sleep_ns, kLastSleepNs);
-    if (reached()) return true;
-    const int64_t waited = global_time_ns() - start;
-    if (waited >= deadline_ns) {
-      expired();
-      break;
-    }
-    if (waited >= next_report_poll) {
-      next_report_poll = waited + kReportPollNs;
-      if (report != nullptr && load_relaxed_sys(&report->failure) != 0) break;
-    }
+  Patience<> patience(deadline_ns, report);
+  while (!reached()) {
+    if (patience.ends(expired)) return false;
+    patience.pause();
   }
-  tell_peers(report);
-  return false;
+  return true;
 }
 
 }  // namespace overlap::kernels

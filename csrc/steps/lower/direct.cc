@@ -1,15 +1,11 @@
 // Reductions over peers in one step, for few rows: partial sums go straight to the ranks that add them up, from the
 // GEMM's stores or, where the framework computes, from the kernel that adds.
+#include "plan/low_latency.h"
 #include "steps/lower/callers.h"
 #include "steps/lower/families.h"
 
 namespace overlap::steps {
 namespace {
-
-// The most that a rank sends to all its peers in an all-reduce whose data are their own signal.
-constexpr int64_t kLowLatencyBytes = int64_t{1} << 22;
-constexpr int64_t kUnitBytes = 12;  // of the 16 that travel at a time: the data
-constexpr int64_t kLanes = 32;      // whole warps' units make a row that is finished
 
 class Direct : Family {
  public:
@@ -25,7 +21,7 @@ class Direct : Family {
     const bool in_pieces =
         ranks_ > 2 && low_latency_sent(false) > machine_.profile->peer.one_step_bytes;
     const bool low_latency =
-        sequential_ && all_reduces_ && low_latency_sent(in_pieces) <= kLowLatencyBytes;
+        sequential_ && all_reduces_ && low_latency_sent(in_pieces) <= plan::kLowLatencyBytes;
     list_.add_slot(plan::peer_slot_bytes(plan_));
     list_.made.takes_slot = !low_latency;
     if (!by_kernel_) compute_product();
@@ -151,17 +147,13 @@ class Direct : Family {
     list_.add_held(Lane::kCaller, reduce);
   }
 
-  // Bytes of data that a rank sends, or its terms of the peers' pieces and the sums of its own.
+  // Bytes of data that a rank sends, or its terms of the peers' pieces and the sums of its own. Whole runs make a message,
+  // or each row that is finished.
   int64_t low_latency_sent(bool in_pieces) const {
-    if (variant_.finish) {
-      const int64_t rows = plan_.problem.m;
-      const int64_t run = kLanes * kUnitBytes;
-      const int64_t row = (bytes_ / rows + run - 1) / run * run;
-      return (ranks_ - 1) * (in_pieces ? 2 * ((rows + ranks_ - 1) / ranks_) : rows) * row;
-    }
-    const int64_t units = (bytes_ + kUnitBytes - 1) / kUnitBytes;
-    const int64_t piece = (units + ranks_ - 1) / ranks_ * kUnitBytes;
-    return (ranks_ - 1) * (in_pieces ? 2 * piece : bytes_);
+    const int64_t parts = variant_.finish ? plan_.problem.m : plan::low_latency_runs(bytes_);
+    const int64_t part_runs = variant_.finish ? plan::low_latency_runs(bytes_ / parts) : 1;
+    const int64_t sent = in_pieces ? 2 * ((parts + ranks_ - 1) / ranks_) : parts;
+    return (ranks_ - 1) * sent * part_runs * plan::kRunBytes;
   }
 
   const bool sequential_;  // the kernel that adds sends, too

@@ -1,6 +1,7 @@
 // Steps over peers' memory, except for GEMMs, taken apart.
 #include <algorithm>
 
+#include "plan/low_latency.h"
 #include "steps/proof/simulation.h"
 
 namespace overlap::steps {
@@ -239,9 +240,8 @@ void Simulation::gather(Here& here, const PeerCollective& step, Span& span) {
 
 void Simulation::take(Here& here, const LowLatency& step, Span& span) {
   meet(span.first, here, step.in_pieces ? "low_latency in pieces" : "low_latency");
-  constexpr int64_t kUnit = 12;
-  const int64_t units = (step.bytes + kUnit - 1) / kUnit;
-  const int64_t piece = step.in_pieces ? (units + ranks_ - 1) / ranks_ * kUnit : 0;
+  const int64_t piece =
+      step.in_pieces ? plan::low_latency_piece(step.bytes, ranks_) * plan::kRunBytes : 0;
   const auto begin_of = [&](int32_t rank) { return std::min(step.bytes, rank * piece); };
   const auto bytes_of = [&](int32_t rank) {
     return step.in_pieces ? begin_of(rank + 1) - begin_of(rank) : step.bytes;
