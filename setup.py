@@ -281,6 +281,17 @@ def kernel_edges(folder: str, cuda: Cuda) -> list[Edge]:
     return edges
 
 
+def window_edges(folder: str, cuda: Cuda) -> list[Edge]:
+    """The runtime's kernels, which read what NCCL's headers describe."""
+    # Not -isystem: nvcc searches the toolkit's folder before that, which may hold another nccl.h.
+    flags = [*NVCC_FLAGS, *cuda.defines, f"-I{cuda.nccl / 'include'}"]
+    return [
+        edge
+        for file in sources("runtime/*.cu")
+        for edge in compile_edges("nvcc", [file], folder, [*flags, *gencode(file, cuda.archs)])
+    ]
+
+
 def sm90_edges(folder: str, cuda: Cuda, flags: list[str]) -> list[Edge]:
     """The Hopper GEMMs of this build's data types: one source, compiled for each row of the table."""
     edges = []
@@ -328,6 +339,7 @@ def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
         edges += kernel_edges(folder, cuda)
         runtime_flags = [*CXX_FLAGS, *cuda.defines, *isystem(cuda.includes)]
         edges += compile_edges("cxx", sources("runtime/*.cc"), folder, runtime_flags)
+        edges += window_edges(folder, cuda)
     flags, link_flags, library_files = with_libraries(torch, cuda)
     edges += torch_edges(bindings, folder, flags)
     inputs = objects(edges + planner_edges())

@@ -37,6 +37,11 @@ const char* name(Serial serial) {
   return kNames[static_cast<size_t>(serial)];
 }
 
+const char* name(PeerSource source) {
+  constexpr const char* kNames[] = {"", "ipc", "nccl"};
+  return kNames[static_cast<size_t>(source)];
+}
+
 void check_serial(const Plan& plan, const Machine& machine) {
   if (!machine.serial || !over_peers(plan)) return;
   throw std::invalid_argument(
@@ -71,6 +76,20 @@ int32_t ranks_of_each_host(const std::vector<std::string>& hosts, int32_t most) 
     if (!follows || number_of(hosts[rank]) != static_cast<int64_t>(count)) return 1;
   }
   return static_cast<int32_t>(count);
+}
+
+int32_t ranks_of_windows(int32_t host_ranks, int32_t team, int32_t world_size, int32_t most) {
+  if (team == world_size && team <= most) return team;
+  return team > 0 && team % host_ranks == 0 ? host_ranks : 1;
+}
+
+std::string why_no_peers(const std::vector<int32_t>& sources) {
+  for (size_t rank = 0; rank < sources.size(); ++rank) {
+    const std::string named = "rank " + number(static_cast<int64_t>(rank));
+    if (sources[rank] < 0) return named + " has OVERLAP_PEERS=0 or NCCL_P2P_DISABLE=1";
+    if (sources[rank] != sources[0]) return named + " has another OVERLAP_PEER_MEMORY than rank 0";
+  }
+  return "";
 }
 
 Agreement agree(const Machine& own, const std::vector<RankFacts>& all) {

@@ -28,6 +28,13 @@ Serial serial_by(const char* launch_blocking, const std::string& maps, const std
 
 const char* name(Serial serial);
 
+// The ways by which ranks may map each other's memory: CUDA IPC, and NCCL's symmetric windows where IPC is refused; or one
+// of the two alone.
+enum class PeerSource : int32_t { kAny = 0, kIpc, kNccl };
+
+// "ipc" or "nccl", as OVERLAP_PEER_MEMORY says it; "" for both.
+const char* name(PeerSource source);
+
 // Throws std::invalid_argument where a plan's kernels wait for peers', and some rank's run one at a time.
 void check_serial(const Plan& plan, const Machine& machine);
 
@@ -50,6 +57,14 @@ RankFacts facts_of(const Machine& machine, int32_t nccl_version, uint64_t build,
 // Ranks on each host, by the ranks' names of their hosts: 1 where hosts have unlike numbers, more than `most`, or ranks
 // that do not follow each other.
 int32_t ranks_of_each_host(const std::vector<std::string>& hosts, int32_t most);
+
+// Ranks in a row that map each other's memory as NCCL's windows: all of the group where one team of NCCL's, which load and
+// store each other's windows, holds all of it, and at most `most`; else those of a host, where a team holds these. 1 where
+// neither is so.
+int32_t ranks_of_windows(int32_t host_ranks, int32_t team, int32_t world_size, int32_t most);
+
+// By each rank's source, or -1 where it lets nobody map its memory: why the ranks map none; "" if they may.
+std::string why_no_peers(const std::vector<int32_t>& sources);
 
 struct Agreement {
   Machine machine;

@@ -1,6 +1,7 @@
 #include "runtime/communicator.h"
 
 #include "runtime/error.h"
+#include "runtime/window_addresses.h"
 
 namespace overlap::runtime {
 namespace {
@@ -136,6 +137,17 @@ ncclWindow_t Communicator::register_window(void* pointer, size_t bytes) {
   const ncclResult_t result =
       ncclCommWindowRegister(comm_, pointer, bytes, &window, NCCL_WIN_COLL_SYMMETRIC);
   return result == ncclSuccess ? window : nullptr;
+}
+
+void Communicator::deregister_window(ncclWindow_t window) {
+  const std::lock_guard<std::timed_mutex> lock(mutex_);
+  if (!aborted_) (void)ncclCommWindowDeregister(comm_, window);
+}
+
+int Communicator::load_store_ranks() {
+  const std::lock_guard<std::timed_mutex> lock(mutex_);
+  check_alive("team");
+  return runtime::load_store_ranks(comm_);
 }
 
 std::optional<std::string> Communicator::async_error() {

@@ -67,6 +67,11 @@ class Communicator {
   // and slow, so once per buffer. Null where NCCL cannot; it then takes its plain
   // kernels for this memory.
   ncclWindow_t register_window(void* pointer, size_t bytes);
+  // Takes a window back, without the other ranks.
+  void deregister_window(ncclWindow_t window);
+
+  // Ranks in a row, as many for each rank, that load and store each other's windows; 0: unknown.
+  int load_store_ranks();
 
   // An error that NCCL met asynchronously.
   std::optional<std::string> async_error();

@@ -304,11 +304,10 @@ Peers& Group::peers(const plan::Plan& plan, int64_t slot_bytes, bool capturing,
 
 Peers& Group::peers(int64_t slot_bytes, bool capturing, int64_t stripe_bytes) {
   if (peers_ == nullptr) {
-    throw Error("overlap_torch: group '" + options_.name +
-                "' runs a plan with the transport peer, but its ranks cannot map each other's "
-                "memory (CUDA IPC): they are on different hosts, share a process, their devices "
-                "have no peer access, or one of them has OVERLAP_PEERS=0 or NCCL_P2P_DISABLE=1. "
-                "Set a plan with the transport nccl.");
+    throw Error(
+        "overlap_torch: group '" + options_.name +
+        "' runs a plan with the transport peer, but its ranks map no memory of each other: " +
+        peer_memory_ + ". Set a plan with the transport nccl.");
   }
   const bool stripes = stripe_bytes > 0;
   if (capturing && (!peers_->fits(slot_bytes) || (stripes && !peers_->has_stripes(stripe_bytes)))) {

@@ -59,8 +59,9 @@ struct GroupOptions {
   int world_size = 1;
   std::chrono::milliseconds timeout{0};
   Bootstrap bootstrap;
-  std::function<bool()> alive;                // whether the process group still exists
-  bool peers = true;                          // whether this rank lets others map its memory
+  std::function<bool()> alive;  // whether the process group still exists
+  bool peers = true;            // whether this rank lets others map its memory
+  plan::PeerSource peer_source = plan::PeerSource::kAny;
   bool abort_on_failure = false;              // a failure ends the process
   plan::Serial serial = plan::Serial::kNone;  // what makes this rank's kernels run one at a time
   // The profile of the ranks' machine, the same on all of them; null: the shipped one.
@@ -170,6 +171,9 @@ class Group {
 
   std::vector<int64_t> memory();  // [communicators, bytes registered]
 
+  // For people: the way by which the ranks map each other's memory, and why not by CUDA IPC; the same on all.
+  const std::string& peer_memory() const { return peer_memory_; }
+
  private:
   struct Pending {
     Event done;
@@ -182,6 +186,9 @@ class Group {
   void agree_on_machine();
   bool windows_work();
   void measure_peers();
+  void map_peers();
+  std::string map_peers_by(const Clique& clique, bool windows);
+  std::string map_windows();
   float measure_copies();
   float least_of_all(float number);
   void measure_across();
@@ -229,8 +236,9 @@ class Group {
   std::map<CommunicatorKey, std::unique_ptr<Communicator>> communicators_;
   std::unique_ptr<Staging> staging_;
   std::vector<std::unique_ptr<Staging>> outgrown_;
-  Clique clique_;                                // the ranks on this rank's host
-  std::unique_ptr<Peers> peers_;                 // null: they do not map each other's memory
+  Clique clique_;                 // the ranks on this rank's host
+  std::unique_ptr<Peers> peers_;  // null: they do not map each other's memory
+  std::string peer_memory_ = "none: one rank";
   std::unique_ptr<PeerFailures> peer_failures_;  // null: the same
   int byte_gathers_ = 0;
 

@@ -79,18 +79,16 @@ void Group::measure_link() {
 
 // Finds out which ranks map each other's memory, and how fast copies into it are.
 void Group::measure_peers() {
-  const ByteAllGather bytes = [this](const auto& own) { return all_gather_bytes(own); };
-  const std::vector<uint16_t> wanted = all_gather(static_cast<uint16_t>(options_.peers));
-  clique_ = find_clique(bytes, options_.rank, kernels::kMaxPeers);
-  if (std::find(wanted.begin(), wanted.end(), 0) != wanted.end()) return;
-  peers_ = Peers::make(bytes, clique_, device_.side[0].get());
-  if (peers_ == nullptr) return;
-  try {
-    peers_->reserve(kCopiedBytes);
-  } catch (const Error&) {
-    peers_.reset();
-    return;
+  const int32_t source = options_.peers ? static_cast<int32_t>(options_.peer_source) : -1;
+  const std::string forbidden = plan::why_no_peers(all_gather(source));
+  clique_ = find_clique([this](const auto& own) { return all_gather_bytes(own); }, options_.rank,
+                        kernels::kMaxPeers);
+  if (forbidden.empty()) {
+    map_peers();
+  } else {
+    peer_memory_ = "none: " + forbidden;
   }
+  if (peers_ == nullptr) return;
   // The slowest rank's on all of them, so that they plan alike.
   const float gbps = least_of_all(measure_copies());
   peers_->know_link(gbps);
@@ -103,6 +101,75 @@ void Group::measure_peers() {
   machine_.clique = clique_.count;
   machine_.clique_gbps = gbps;
   measure_across();
+}
+
+// Through CUDA IPC, or else by windows.
+void Group::map_peers() {
+  using plan::PeerSource;
+  const std::string setting =
+      std::string(" (OVERLAP_PEER_MEMORY=") + plan::name(options_.peer_source) + ")";
+  std::string why_no_ipc;
+  if (options_.peer_source != PeerSource::kNccl) {
+    why_no_ipc = map_peers_by(clique_, false);
+    if (peers_ != nullptr || options_.peer_source == PeerSource::kIpc) {
+      peer_memory_ =
+          peers_ != nullptr ? "CUDA IPC" : "none: CUDA IPC" + setting + ": " + why_no_ipc;
+      return;
+    }
+    why_no_ipc = "CUDA IPC is refused: " + why_no_ipc;
+  }
+  const std::string why = map_windows();
+  const std::string by = why_no_ipc.empty() ? "NCCL windows" + setting : "NCCL windows";
+  const std::string other = why_no_ipc.empty() ? "" : "; " + why_no_ipc;
+  peer_memory_ = peers_ != nullptr ? by + other : "none: " + by + ": " + why + other;
+}
+
+// Why there are none; else "".
+std::string Group::map_peers_by(const Clique& clique, bool windows) {
+  std::string why;
+  std::unique_ptr<Communicator> of_windows;
+  if (windows) {
+    // One of their own: a group that fails aborts the others while peers may still store.
+    constexpr CommunicatorKey kWindows = {.max_ctas = 1, .lane = -1};
+    of_windows = std::make_unique<Communicator>(
+        unique_id(kWindows), Communicator::Options{.rank = options_.rank,
+                                                   .world_size = options_.world_size,
+                                                   .max_ctas = kWindows.max_ctas});
+    forget(id_key(kWindows));
+  }
+  peers_ = Peers::make([this](const auto& own) { return all_gather_bytes(own); }, clique,
+                       device_.side[0].get(), std::move(of_windows), &why);
+  if (peers_ == nullptr) return why;
+  try {
+    peers_->reserve(kCopiedBytes);
+  } catch (const Error& error) {
+    peers_.reset();
+    return error.what();
+  }
+  return "";
+}
+
+// The same by windows, where NCCL sees them.
+std::string Group::map_windows() {
+  const std::vector<int32_t> teams = all_gather(communicator({}, false).load_store_ranks());
+  if (const auto none = std::find(teams.begin(), teams.end(), 0); none != teams.end()) {
+    return "rank " + std::to_string(none - teams.begin()) +
+           " has an NCCL without load/store teams, or of another release than " +
+           std::to_string(NCCL_MAJOR) + "." + std::to_string(NCCL_MINOR) +
+           ", which overlap_torch was built with";
+  }
+  const int count =
+      plan::ranks_of_windows(clique_.count, teams[0], options_.world_size, kernels::kMaxPeers);
+  if (count == 1) {
+    return "as NCCL sees it, " + std::to_string(teams[0]) +
+           " ranks load and store each other's memory: neither the group's " +
+           std::to_string(options_.world_size) + ", nor whole cliques of " +
+           std::to_string(clique_.count) + " ranks of a host";
+  }
+  const Clique clique = {options_.rank / count * count, count, options_.rank};
+  const std::string why = map_peers_by(clique, true);
+  if (peers_ != nullptr) clique_ = clique;
+  return why;
 }
 
 // From one slot into another: nobody reads there. To each rank in turn, as neighbours may be bridged and others not:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <nccl.h>
 
 #include <array>
 #include <cstdint>
@@ -47,16 +48,19 @@ struct Clique {
 // or ranks that do not follow each other. Collective.
 Clique find_clique(const ByteAllGather& all_gather, int rank, int most);
 
-// One allocation on each rank, mapped by all others through CUDA IPC: no communicator is needed, and
-// where it does not work (another host, no peer access, one process for several ranks) the calls
-// fail without harm, so that trying is asking.
+class Communicator;
+
+// One allocation on each rank, mapped by all others. Where that does not work (no peer access, a process or a container
+// that CUDA refuses, one process for several ranks) the calls fail without harm, so that trying is asking.
 class PeerMemory {
  public:
   // Collective. Null on all ranks of the group if any of them cannot map the memory of any other of its clique, and `why`
-  // says the same on all. The memory is zeroed on the stream, which is synchronised.
+  // says the same on all. The memory is zeroed on the stream, which is synchronised. Without `windows` it is mapped through
+  // CUDA IPC. With them it is a symmetric window of this communicator of the group's ranks, of whose load/store teams each
+  // clique is part, and which outlives it.
   static std::unique_ptr<PeerMemory> make(const ByteAllGather& all_gather, const Clique& clique,
-                                          int64_t bytes, cudaStream_t stream,
-                                          std::string* why = nullptr);
+                                          int64_t bytes, cudaStream_t stream, Communicator* windows,
+                                          std::string* why);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
@@ -64,16 +68,24 @@ class PeerMemory {
   char* of(int place) const { return addresses_[static_cast<size_t>(place)]; }  // in the clique
   int64_t bytes() const { return bytes_; }
 
-  // Leaves the memory to the process: peers may still access it.
+  // Leaves the memory to the process: peers may still access it. A window's communicator is then to be left, too.
   void leak() { leaked_ = true; }
 
  private:
-  PeerMemory(const Clique& clique, int64_t bytes)
-      : clique_(clique), bytes_(bytes), addresses_(static_cast<size_t>(clique.count)) {}
-  cudaError_t map(const ByteAllGather& all_gather, cudaStream_t stream);
+  struct Answer;
+
+  PeerMemory(const Clique& clique, int64_t bytes, Communicator* windows)
+      : clique_(clique),
+        bytes_(bytes),
+        windows_(windows),
+        addresses_(static_cast<size_t>(clique.count)) {}
+  cudaError_t map_by_ipc(const ByteAllGather& all_gather, cudaStream_t stream);
+  Answer map_window(const ByteAllGather& all_gather, cudaStream_t stream);
 
   Clique clique_;
   int64_t bytes_ = 0;
+  Communicator* windows_ = nullptr;
+  ncclWindow_t window_ = nullptr;
   bool leaked_ = false;
   std::vector<char*> addresses_;  // null: not mapped
 };

@@ -49,21 +49,30 @@ static_assert(plan::kMaxPeerRanks == kernels::kMaxPeers);
 
 }  // namespace
 
-Peers::Peers(ByteAllGather all_gather, const Clique& clique, cudaStream_t stream)
+Peers::Peers(ByteAllGather all_gather, const Clique& clique, cudaStream_t stream,
+             std::unique_ptr<Communicator> windows)
     : all_gather_(std::move(all_gather)),
       clique_(clique),
       rank_(clique.place()),
       world_size_(clique.count),
-      stream_(stream) {}
+      stream_(stream),
+      windows_(std::move(windows)) {}
 
 std::unique_ptr<Peers> Peers::make(ByteAllGather all_gather, const Clique& clique,
-                                   cudaStream_t stream) {
+                                   cudaStream_t stream, std::unique_ptr<Communicator> windows,
+                                   std::string* why) {
   const int world_size = clique.count;
-  if (world_size < 2 || world_size > kernels::kMaxPeers) return nullptr;
-  std::unique_ptr<Peers> peers(new Peers(std::move(all_gather), clique, stream));
+  if (world_size < 2 || world_size > kernels::kMaxPeers) {
+    *why = "no 2 to " + std::to_string(kernels::kMaxPeers) +
+           " ranks that follow each other share a host, on each host as many";
+    return nullptr;
+  }
+  std::unique_ptr<Peers> peers(
+      new Peers(std::move(all_gather), clique, stream, std::move(windows)));
   peers->flags_ = PeerMemory::make(
       peers->all_gather_, clique,
-      kFlagBytes + kTileFlagBytes + (world_size - 1) * 2 * low_latency_buffer(world_size), stream);
+      kFlagBytes + kTileFlagBytes + (world_size - 1) * 2 * low_latency_buffer(world_size), stream,
+      peers->windows_.get(), why);
   return peers->flags_ != nullptr ? std::move(peers) : nullptr;
 }
 
@@ -96,6 +105,7 @@ Peers::~Peers() {
 
 void Peers::leak() {
   leaked_ = true;
+  if (windows_ != nullptr) windows_->mark_captured();
   if (flags_ != nullptr) flags_->leak();
   if (slots_ != nullptr) slots_->leak();
   for (const auto& old : outgrown_) old->leak();
@@ -107,7 +117,7 @@ void Peers::reserve(int64_t slot_bytes) {
   int64_t rounded = kMinSlotBytes;
   while (rounded < slot_bytes) rounded *= 2;
   std::string why;
-  auto larger = PeerMemory::make(all_gather_, clique_, 2 * rounded, stream_, &why);
+  auto larger = PeerMemory::make(all_gather_, clique_, 2 * rounded, stream_, windows_.get(), &why);
   if (larger == nullptr) {
     throw PeerMemoryError(
         "overlap_torch: the ranks cannot map " + std::to_string(2 * rounded) +

@@ -14,6 +14,7 @@
 #include "kernels/peer/peer_collective.h"
 #include "kernels/peer/peer_low_latency.h"
 #include "kernels/peer/peer_signal.h"
+#include "runtime/communicator.h"
 #include "runtime/peer_memory.h"
 #include "runtime/striped_memory.h"
 
@@ -36,10 +37,12 @@ class Peers {
  public:
   enum class Flag : int { kArrived = 0, kEnded = 1 };
 
-  // Collective. Null on all ranks where memory cannot be mapped. The stream is used, and
-  // synchronised, whenever memory is made.
+  // Collective. Null on all ranks where memory cannot be mapped, and `why`. The stream is used, and
+  // synchronised, whenever memory is made. `windows`: as PeerMemory has it, and used for nothing else, so that nobody
+  // aborts it: that would take the windows away.
   static std::unique_ptr<Peers> make(ByteAllGather all_gather, const Clique& clique,
-                                     cudaStream_t stream);
+                                     cudaStream_t stream, std::unique_ptr<Communicator> windows,
+                                     std::string* why);
   // Waits a moment for peers that still write to this rank's memory, and leaves it to the process if
   // they do not come to an end. Does not wait after leak().
   ~Peers();
@@ -122,7 +125,8 @@ class Peers {
   static constexpr int kSlots = 2;
   static constexpr double kMostPcieGbps = 128.0;  // of 16 lanes of PCIe 6
 
-  Peers(ByteAllGather all_gather, const Clique& clique, cudaStream_t stream);
+  Peers(ByteAllGather all_gather, const Clique& clique, cudaStream_t stream,
+        std::unique_ptr<Communicator> windows);
   uint64_t* flag(int slot, Flag flag, int owner, int writer) const;
   kernels::PeerSignalParams signal_params(const Call& call, Flag flag, uint32_t ranks,
                                           int step) const;
@@ -134,6 +138,7 @@ class Peers {
   int rank_ = 0;  // in the clique, as all that follow
   int world_size_ = 1;
   cudaStream_t stream_ = nullptr;
+  std::unique_ptr<Communicator> windows_;  // null: CUDA IPC
   std::unique_ptr<PeerMemory> flags_;
   std::unique_ptr<PeerMemory> slots_;
   std::vector<std::unique_ptr<PeerMemory>> outgrown_;

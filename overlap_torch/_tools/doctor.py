@@ -24,6 +24,7 @@ from overlap_torch._text import table
 _PACKAGE = Path(__file__).parents[1]
 _RECORD = _PACKAGE / "_build.json"
 _MIN_WINDOW_NCCL = (2, 27)  # the first with symmetric windows
+_MIN_TEAM_NCCL = (2, 28)  # the first that tells the peers' addresses in them
 _MAX_PEERS = 8  # ranks that map each other's memory
 
 
@@ -51,6 +52,12 @@ ENVIRONMENT = (
         "0, 1",
         "1; 0 if NCCL_P2P_DISABLE=1",
         "0: NCCL carries everything, nothing goes through peers' memory",
+    ),
+    Variable(
+        "OVERLAP_PEER_MEMORY",
+        "ipc, nccl",
+        "ipc, and nccl where it is refused",
+        "maps peers' memory by this way alone: CUDA IPC, or NCCL's symmetric windows; the same on all ranks",
     ),
     Variable(
         "OVERLAP_LOG",
@@ -140,6 +147,7 @@ class Findings:
     eager: bool = True  # this Python's module is built
     peers: dict[tuple[int, int], bool] = field(default_factory=dict)
     why_no_peers: str = ""  # the setting that turns peer memory off
+    peer_memory: str = ""  # the one way that a setting leaves: ipc or nccl
 
 
 @dataclass(frozen=True)
@@ -221,11 +229,30 @@ def fast_paths(found: Findings) -> list[FastPath]:
         stores = "copies and kernels beside the GEMM; only Hopper's GEMM stores partial sums itself"
     detail = reason or stores
     paths.append(FastPath("Peer memory", not reason, detail))
+    paths.append(_windows_of_peers(found, reason))
     detail = reason or (
         "peer memory within each host, NCCL between them: plan.templates.hierarchical, or tune"
     )
     paths.append(FastPath("Several hosts", not reason, detail))
     return paths
+
+
+def _windows_of_peers(found: Findings, why_no_peers: str) -> FastPath:
+    """The second way to peer memory; ``why_no_peers`` is why there is none at all."""
+    nccl = found.nccl or ()
+    reason = why_no_peers or _first(
+        (not nccl, "torch has no NCCL"),
+        (nccl < _MIN_TEAM_NCCL, f"NCCL {'.'.join(map(str, nccl))} tells no addresses; 2.28 does"),
+        (
+            found.peer_memory == "ipc",
+            "OVERLAP_PEER_MEMORY=ipc is set: CUDA IPC maps it, or nothing",
+        ),
+    )
+    alone = found.peer_memory == "nccl"
+    detail = (
+        "by OVERLAP_PEER_MEMORY=nccl" if alone else "where a group's ranks are refused CUDA IPC"
+    )
+    return FastPath("Peer memory by NCCL windows", not reason, reason or detail)
 
 
 def _first(*reasons: tuple[bool, str]) -> str:
@@ -308,6 +335,7 @@ def find() -> Findings:
             if i != j
         },
         why_no_peers=_environment().get("why_no_peers", ""),
+        peer_memory=_environment().get("OVERLAP_PEER_MEMORY", ""),
     )
 
 

@@ -121,6 +121,9 @@ void bind_planner_tests(py::module_& m) {
       "what they were built from, `serials` what serial_by says.");
   m.def("ranks_of_each_host", &plan::ranks_of_each_host, py::arg("hosts"), py::arg("most"),
         "See plan/agreement.h.");
+  m.def("ranks_of_windows", &plan::ranks_of_windows, py::arg("host_ranks"), py::arg("team"),
+        py::arg("world_size"), py::arg("most"), "See plan/agreement.h.");
+  m.def("why_no_peers", &plan::why_no_peers, py::arg("sources"), "See plan/agreement.h.");
   m.def(
       "serial_by",
       [](const std::optional<std::string>& launch_blocking, const std::string& maps,

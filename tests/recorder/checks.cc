@@ -1,5 +1,5 @@
 // Checks on calls made by hand: the record finds what it is there to find, and a group finds failures while the driver is
-// busy, and agrees on memory where one rank has none left.
+// busy, agrees on memory where one rank has none left, and finds a way to map its peers'.
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -168,10 +168,45 @@ void check_groups() {
   expect_failure("", [&] { ended->check(); });
 }
 
+void check_ways_to_peers() {
+  using overlap::plan::PeerSource;
+  const auto way = [](bool ipc, int team, PeerSource source, bool captured = false) {
+    record().begin_case(2, 0);
+    record().maps_peers = ipc;
+    record().team = team;
+    runtime::GroupOptions options = options_of("way", 60'000);
+    options.peer_source = source;
+    runtime::Group group(std::move(options));
+    if (captured) group.mark_captured();
+    return group.peer_memory();
+  };
+  const auto expect_way = [](const std::string& found, const std::string& begin,
+                             const std::string& part) {
+    expect(found.starts_with(begin) && found.find(part) != std::string::npos,
+           "'" + begin + "' and '" + part + "' are not in '" + found + "'");
+  };
+  const std::string kRefused = "CUDA IPC is refused: on rank 0, whose device has 65536 MiB free";
+  expect_way(way(true, 2, PeerSource::kAny), "CUDA IPC", "");
+  expect(record().windows == 1, "only the staging memory's window is there");
+  expect_way(way(false, 2, PeerSource::kAny), "NCCL windows; ", kRefused);
+  expect(record().windows == 1, "windows of peers' memory are taken back");
+  expect_way(way(true, 2, PeerSource::kNccl), "NCCL windows (OVERLAP_PEER_MEMORY=nccl)", "");
+  expect_way(way(false, 2, PeerSource::kIpc), "none: CUDA IPC (OVERLAP_PEER_MEMORY=ipc)",
+             "refuses");
+  expect_way(way(false, 1, PeerSource::kAny), "none: NCCL windows: as NCCL sees it, 1 ", kRefused);
+  expect_way(way(true, 0, PeerSource::kNccl), "none: ", "rank 0 has an NCCL without");
+  const int aborted = driver.aborted;
+  expect_way(way(false, 2, PeerSource::kAny, true), "NCCL windows; ", kRefused);
+  expect(record().windows == 3 && driver.aborted == aborted,
+         "a graph keeps the windows, and their communicator");
+  expect(record().violations.empty(), "windows end before their communicator");
+}
+
 }  // namespace
 
 std::vector<std::string> failed_checks() {
   check_record();
+  check_ways_to_peers();
   check_groups();
   return failures;
 }

@@ -9,6 +9,7 @@
 #include <deque>
 
 #include "record.h"
+#include "runtime/window_addresses.h"
 
 using recorder::at;
 using recorder::cat;
@@ -107,6 +108,8 @@ CUDA(cudaStreamDestroy, (cudaStream_t))
 CUDA(cudaThreadExchangeStreamCaptureMode, (cudaStreamCaptureMode*))
 CUDA(cudaIpcCloseMemHandle, (void*))
 CUDA(cudaGetLastError, ())
+CUDA(cudaPointerGetAttributes, (cudaPointerAttributes * attributes, const void*),
+     attributes->type = cudaMemoryTypeDevice)
 CUDA(cudaGetDevice, (int* device), *device = record().device)
 CUDA(cudaSetDevice, (int), driver.enter())
 CUDA(cudaDeviceGetStreamPriorityRange, (int* least, int* greatest), *least = 0, *greatest = -5)
@@ -246,7 +249,10 @@ NCCL(ncclCommGetAsyncError, (ncclComm_t, ncclResult_t* result),
 NCCL(ncclGroupStart, (), grouped = true, messages.clear())
 NCCL(ncclCommWindowRegister, (ncclComm_t, void* pointer, size_t bytes, ncclWindow_t* window, int),
      record().host("a window is registered"), (void)at(pointer, static_cast<int64_t>(bytes)),
-     *window = reinterpret_cast<ncclWindow_t>(pointer))
+     ++record().windows, *window = reinterpret_cast<ncclWindow_t>(pointer))
+NCCL(ncclCommWindowDeregister, (ncclComm_t comm, ncclWindow_t),
+     comm->aborted ? record().violation("a window of an aborted communicator") : void(),
+     --record().windows)
 
 // Named after its CTA limit and its number among those of the same limit, which is its lane.
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int, ncclUniqueId, int,
@@ -288,4 +294,19 @@ ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
   *pointer =
       record().allocate(cat("window", record().count("window") + 1), static_cast<int64_t>(bytes));
   return ncclSuccess;
+}
+
+int overlap::runtime::load_store_ranks(ncclComm_t) {
+  return record().team;
+}
+
+cudaError_t overlap::runtime::write_window_addresses(ncclWindow_t window, int first, int count,
+                                                     char**, cudaStream_t) {
+  std::vector<void*> found;
+  for (int rank = first; rank < first + count; ++rank) {
+    found.push_back(record().allocate(cat(at(window), "@", rank)));
+  }
+  record().brought.resize(found.size() * sizeof(void*));
+  std::memcpy(record().brought.data(), found.data(), record().brought.size());
+  return cudaSuccess;
 }

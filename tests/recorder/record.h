@@ -204,8 +204,10 @@ class Record {
   int world = 1;
   int rank = 0;
   int device = 0;
-  bool maps_peers = true;    // the ranks map each other's memory
+  bool maps_peers = true;    // the ranks map each other's memory through CUDA IPC
   int next_peer = 0;         // whose memory is mapped next
+  int team = 0;              // ranks that NCCL's windows map
+  int windows = 0;           // that are registered, and not taken back
   double now_us = 0.0;       // moved on by what takes time in the set-up
   bool nccl_failed = false;  // what NCCL says of any communicator
   int library_gemms = -1;    // that may still be enqueued before one throws; -1: all

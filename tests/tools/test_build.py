@@ -328,6 +328,9 @@ def test_doctor_has_peer_memory_on_without_hopper():
         (HOPPERS | {"peers": {(0, 1): True, (1, 0): False}}, "Peer memory", "reaches"),
         (HOPPERS | {"gpus": (HOPPER,) * 9}, "Several hosts", "9 GPUs"),
         (HOPPERS | {"why_no_peers": "NCCL_P2P_DISABLE=1"}, "Peer memory", "NCCL_P2P_DISABLE=1 is set: NCCL communicates"),
+        (HOPPERS | {"why_no_peers": "OVERLAP_PEERS=0"}, "Peer memory by NCCL windows", "OVERLAP_PEERS=0 is set"),
+        (HOPPERS | {"nccl": (2, 27, 7)}, "Peer memory by NCCL windows", "NCCL 2.27.7 tells no addresses"),
+        (HOPPERS | {"peer_memory": "ipc"}, "Peer memory by NCCL windows", "OVERLAP_PEER_MEMORY=ipc is set"),
     ],
 )  # fmt: skip
 def test_doctor_says_why_a_path_is_off(findings, path, reason):

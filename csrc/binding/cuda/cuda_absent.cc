@@ -58,6 +58,10 @@ std::vector<int64_t> cuda_memory(const std::shared_ptr<GroupEntry>&) {
   return {0, 0};
 }
 
+std::string cuda_peer_memory(const std::shared_ptr<GroupEntry>&) {
+  return "";
+}
+
 }  // namespace overlap::binding
 
 #endif

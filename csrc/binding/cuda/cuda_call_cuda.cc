@@ -85,6 +85,7 @@ std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& en
     return alive != nullptr && !alive->expired();
   };
   options.peers = environment().peers;
+  options.peer_source = environment().peer_source;
   options.abort_on_failure = environment().abort_on_failure;
   options.serial = find_serial();
   options.profile = environment().profile;
@@ -199,6 +200,14 @@ std::vector<int64_t> cuda_memory(const std::shared_ptr<GroupEntry>& entry) {
     }
   }
   return total;
+}
+
+std::string cuda_peer_memory(const std::shared_ptr<GroupEntry>& entry) {
+  const std::lock_guard<std::mutex> lock(entry->cuda_mutex);
+  for (const auto& [device, weak] : entry->cuda) {
+    if (const auto group = weak.lock()) return group->peer_memory();
+  }
+  return "";
 }
 
 }  // namespace overlap::binding

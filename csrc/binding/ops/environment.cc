@@ -32,6 +32,14 @@ plan::Invariance read_invariance(const char* name) {
   return *named;
 }
 
+plan::PeerSource read_peer_source(const char* name) {
+  using plan::PeerSource;
+  if (std::getenv(name) == nullptr) return PeerSource::kAny;
+  const bool nccl =
+      read_choice(name, plan::name(PeerSource::kIpc), plan::name(PeerSource::kNccl), false);
+  return nccl ? PeerSource::kNccl : PeerSource::kIpc;
+}
+
 std::optional<std::chrono::milliseconds> read_seconds(const char* name) {
   constexpr double kMost = 1e9;  // in milliseconds and nanoseconds they fit 64 bits
   const char* text = std::getenv(name);
@@ -77,6 +85,7 @@ Environment read_environment() {
   const char* p2p_disabled = std::getenv("NCCL_P2P_DISABLE");
   const bool wanted = p2p_disabled == nullptr || std::string(p2p_disabled) != "1";
   read.peers = read_choice("OVERLAP_PEERS", "0", "1", wanted);
+  read.peer_source = read_peer_source("OVERLAP_PEER_MEMORY");
   if (!read.peers) {
     read.why_no_peers =
         std::getenv("OVERLAP_PEERS") != nullptr ? "OVERLAP_PEERS=0" : "NCCL_P2P_DISABLE=1";

@@ -20,6 +20,7 @@ struct Environment {
   bool abort_on_failure = false;                     // OVERLAP_ON_FAILURE
   bool log_plans = false;                            // OVERLAP_LOG=plans
   plan::Invariance invariance = plan::Invariance::kNone;  // OVERLAP_INVARIANCE
+  plan::PeerSource peer_source = plan::PeerSource::kAny;  // OVERLAP_PEER_MEMORY
   plan::SharedProfile profile;                            // OVERLAP_PROFILE
 };
 

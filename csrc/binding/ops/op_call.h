@@ -114,6 +114,8 @@ bool cuda_supported(const std::shared_ptr<GroupEntry>& group, at::Device device)
 void check_cuda_groups();  // throws what went wrong asynchronously
 std::vector<int64_t> cuda_memory(
     const std::shared_ptr<GroupEntry>& group);  // [communicators, bytes]
+// The way by which the ranks map each other's memory; "" before the group's first call on CUDA.
+std::string cuda_peer_memory(const std::shared_ptr<GroupEntry>& group);
 
 // Rows of the input with the weight of this number, plus its bias if it is wanted: one GEMM on this rank. The
 // scales are those of these rows, of no meaning where operands have none.

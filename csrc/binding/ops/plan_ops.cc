@@ -112,6 +112,11 @@ std::vector<int64_t> memory(const std::string& group_name) {
   return cuda_memory(find_group(group_name));
 }
 
+// For people: how the group's ranks map each other's memory on CUDA; "" before the group's first call there.
+std::string peer_memory(const std::string& group_name) {
+  return cuda_peer_memory(find_group(group_name));
+}
+
 std::string build_info() {
   return OVERLAP_BUILD_INFO;
 }
@@ -133,6 +138,7 @@ c10::Dict<std::string, std::string> environment_now() {
   values.insert("OVERLAP_TIMEOUT_S",
                 now.timeout ? c10::str(static_cast<double>(now.timeout->count()) / 1000.0) : "");
   values.insert("OVERLAP_PEERS", now.peers ? "1" : "0");
+  values.insert("OVERLAP_PEER_MEMORY", plan::name(now.peer_source));
   values.insert("OVERLAP_ON_FAILURE", now.abort_on_failure ? "abort" : "raise");
   values.insert("OVERLAP_LOG", now.log_plans ? "plans" : "none");
   values.insert("OVERLAP_INVARIANCE", plan::name(now.invariance));
@@ -167,6 +173,7 @@ TORCH_LIBRARY_FRAGMENT(overlap, m) {
   m.def("machine(Device device, str group) -> str", &machine);
   m.def("machine_profile(Device device, str group) -> str[]", &machine_profile);
   m.def("memory(str group) -> int[]", &memory);
+  m.def("peer_memory(str group) -> str", &peer_memory);
   m.def("build_info() -> str", &build_info);
   m.def("_copies_reach_peers(Device device, str group) -> bool", &copies_reach_peers);
   m.def("environment() -> Dict(str, str)", &environment_now);
