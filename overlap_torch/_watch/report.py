@@ -68,8 +68,8 @@ class Report(list[ReportRow]):
     """The result of :func:`overlap_torch.report`: a list of dicts, :class:`ReportRow`; ``str()`` of it is a table.
 
     The table has one line for layers that differ only in the numbers in their paths. ``notes``: lines after the table, on
-    the replacements of :func:`overlap_torch.replace_symm_mem`, and on the model's norms after
-    ``integrations.transformers.fuse_norms``; empty if neither has been called.
+    the replacements of :func:`overlap_torch.replace_symm_mem`, on the model's norms after
+    ``integrations.transformers.fuse_norms``, and on groups without CUDA IPC; empty if there is none of these.
     """
 
     notes: Sequence[str] = ()
@@ -267,9 +267,18 @@ def report(model: torch.nn.Module | None = None) -> Report:
     notes = (module.__dict__.get(_NOTE, tuple) for module in modules)
     found.notes = [
         *(replace.lines() if replace.is_replaced() else ()),
+        *_peer_lines(found),
         *itertools.chain.from_iterable(note() for note in notes),
     ]
     return found
+
+
+def _peer_lines(rows: Iterable[ReportRow]) -> Iterator[str]:
+    """The groups on CUDA to which CUDA IPC is refused, or for which OVERLAP_PEER_MEMORY decides."""
+    for group in dict.fromkeys(row["group"] for row in rows if row["device"] == "cuda"):
+        text = torch.ops.overlap.peer_memory(group)
+        if "CUDA IPC is refused" in text or "OVERLAP_PEER_MEMORY" in text:
+            yield f"group '{group}', memory of peers: {text}"
 
 
 def _rows(model: torch.nn.Module | None) -> list[ReportRow]:

@@ -27,12 +27,19 @@ from typing import Any
 from overlap_torch._plan import Machine, Plan, Problem, Profile, candidates, predict, validate
 from overlap_torch.plan import files, programs, templates, types
 from overlap_torch.plan._explain import explain
-from overlap_torch.plan._library import clear_plans, machine, plan_for, set_plan, use_plan
+from overlap_torch.plan._library import (
+    clear_plans,
+    machine,
+    peer_memory,
+    plan_for,
+    set_plan,
+    use_plan,
+)
 from overlap_torch.plan._picture import plot
 
 __all__ = [
     "Machine", "Plan", "Problem", "Profile", "candidates", "clear_plans", "files", "machine",
-    "plan_for", "predict", "programs", "set_plan", "templates", "types", "use_plan", "validate",
+    "peer_memory", "plan_for", "predict", "programs", "set_plan", "templates", "types", "use_plan", "validate",
 ]  # fmt: skip
 
 Plan.explain = explain  # type: ignore[method-assign]

@@ -71,6 +71,7 @@ class Explanation:
         steps: in the order in which the host enqueues them.
         buffers: the memory that the call holds.
         computed_us: when each chunk's tiles are finished, for a GEMM that counts them.
+        peer_memory: :func:`overlap_torch.plan.peer_memory` of the default group, if its machine was taken; else empty.
     """
 
     plan: Plan
@@ -83,10 +84,13 @@ class Explanation:
     steps: tuple[Step, ...]
     buffers: tuple[Buffer, ...]
     computed_us: tuple[float, ...]
+    peer_memory: str = ""
 
     def __str__(self) -> str:
         expected = self.expected
         lines = [f"plan     {self.plan}", f"machine  {self.machine}"]
+        if self.peer_memory:
+            lines.append(f"peers    {self.peer_memory}")
         lines.append(
             f"expected {expected.total_us:.1f} us: the GEMM {expected.gemm_us:.1f}, communication "
             f"{expected.communication_us:.1f}"
@@ -131,6 +135,7 @@ def explain(
     Raises:
         ValueError: the plan cannot run, or the rows do not fit it.
     """
+    peer_memory = _peer_memory(plan) if machine is None else ""
     machine = _machine(plan) if machine is None else machine
     made, price = walk(plan, machine, rank, send_rows, receive_rows)
     problem, element = plan.problem, _element_bytes(plan.problem)
@@ -157,6 +162,7 @@ def explain(
         ),
         buffers=_buffers(made),
         computed_us=tuple(price.computed_us),
+        peer_memory=peer_memory,
     )
 
 
@@ -213,6 +219,10 @@ def short(plan: Plan) -> str:
 
 def _machine(plan: Plan) -> Machine:
     return library.machine(library.device_of(None, plan))
+
+
+def _peer_memory(plan: Plan) -> str:
+    return library.peer_memory(library.device_of(None, plan))
 
 
 def _why(

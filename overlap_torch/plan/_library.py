@@ -122,6 +122,20 @@ def machine(device: Device = None, group: Group = None) -> Machine:
     return result
 
 
+def peer_memory(device: Device = None, group: Group = None) -> str:
+    """The way by which the group's ranks map each other's memory, for people: ``"CUDA IPC"``; ``"NCCL windows"``, and why
+    CUDA IPC was refused; or ``"none"``, and why. Empty on CPU, and for groups that run no plans.
+
+    The first call for a group makes its communicators, as :func:`machine` does, so every rank of the group has to make it.
+    """
+    where = device_of(device)
+    if where.type != "cuda":
+        return ""
+    name = group_name(group)
+    torch.ops.overlap.machine(where, name)
+    return torch.ops.overlap.peer_memory(name)
+
+
 def parse_machine(text: str) -> Machine:
     result = Machine()
     for field in text.split():
