@@ -25,8 +25,6 @@ enum class Recipe : int32_t { kNone = 0, kTensor = 1, kRow = 2, kBlock = 3 };
 // pairs and so on, each sum rounded. A rank adds up its groups, and the ranks add their terms in the same way.
 enum class Invariance : int32_t { kNone = 0, kBatch = 1, kWorld = 2 };
 
-// Ranks that can map each other's memory: as many as stand in kernels' tables of peers.
-inline constexpr int32_t kMaxPeerRanks = 8;
 // Ranks whose steps are proved together.
 inline constexpr int32_t kMaxProvedRanks = 16;
 

@@ -298,7 +298,7 @@ std::vector<int32_t> rounds(const Program& program) {
 void check_program(const Plan& plan) {
   const Problem& problem = plan.problem;
   const Program& program = plan.program;
-  const int32_t most = plan.clique > 0 ? kMaxProvedRanks : kMaxPeerRanks;
+  const int32_t most = plan.clique > 0 ? kMaxProvedRanks : kMaxPeers;
   if (problem.world_size < 2 || problem.world_size > most) {
     fail("program is for ", problem.world_size, " ranks, allowed are 2 to ", most,
          ": take a plan without a program");

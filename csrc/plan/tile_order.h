@@ -30,7 +30,7 @@ inline constexpr int kMaxBandRuns = 16;
 inline constexpr int kMaxChunks = 64;
 inline constexpr int kMaxLanes = 4;
 inline constexpr int kMaxCopyRuns = 16;  // that a GEMM copies meanwhile
-inline constexpr int kMaxRanges = 8;     // parts of rows, of any number each
+inline constexpr int kMaxPeers = 8;      // ranks, at most, that map each other's memory
 
 // `count` consecutive bands of `tile_rows` tile rows each.
 struct BandRun {
@@ -156,7 +156,7 @@ struct RowMap {
   int32_t round_tile_rows = 0;
   int32_t first_part = 0;  // kSplit, kRanges: the part that is computed first ...
   int32_t part_step = 1;   // ... and what to add, modulo the number of parts, for the next one
-  int32_t range_begin[kMaxRanges] = {};  // kRanges: where each part begins in the input
+  int32_t range_begin[kMaxPeers] = {};  // kRanges: where each part begins in the input
 };
 
 // Where one tile row begins: `input_row` counts rows, `output_row` tile rows of part `output_part`,

@@ -88,9 +88,9 @@ void check_cliques(const Plan& plan) {
          "of several hosts has as many: take the ranks of a host, or the collective ",
          name(collective_of(problem.op)), " for ranks of one host");
   }
-  if (over_peers(plan) && (plan.clique < 2 || plan.clique > kMaxPeerRanks)) {
+  if (over_peers(plan) && (plan.clique < 2 || plan.clique > kMaxPeers)) {
     fail("plan travels by peer within cliques of ", plan.clique, " ranks, allowed are 2 to ",
-         kMaxPeerRanks, ": take the transport nccl");
+         kMaxPeers, ": take the transport nccl");
   }
 }
 
@@ -306,9 +306,9 @@ void check_peers(const Plan& plan) {
          "all_gather or all_to_all (overlapped), row_major, no window and one lane: take those, or "
          "the transport nccl");
   }
-  if (problem.world_size < 2 || problem.world_size > kMaxPeerRanks) {
+  if (problem.world_size < 2 || problem.world_size > kMaxPeers) {
     fail("plan travels by peer between ", problem.world_size, " ranks, allowed are 2 to ",
-         kMaxPeerRanks, ": take the transport nccl");
+         kMaxPeers, ": take the transport nccl");
   }
   if (row_parts(plan) > 1 && !ring && !stripes && problem.m % problem.world_size != 0) {
     fail("plan travels by peer with m = ", problem.m, " on ", problem.world_size,

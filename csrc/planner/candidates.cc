@@ -125,7 +125,7 @@ void set_peer_sms(Candidates& plans, size_t first) {
 bool add_over_peers(Candidates& plans, const Problem& problem, const Machine& machine,
                     const Prediction& sequence, Kernel kernel, bool all) {
   const Profile& profile = *machine.profile;
-  if (machine.peer_gbps < profile.peer.fast_gbps || problem.world_size > kMaxPeerRanks ||
+  if (machine.peer_gbps < profile.peer.fast_gbps || problem.world_size > kMaxPeers ||
       kernel != Kernel::kSm90Pingpong || !every_part_has_rows(problem) ||
       too_small_for_peers(problem, machine) || !has_ring_flags(problem, kernel)) {
     return false;
@@ -242,7 +242,7 @@ void add_at_once(Candidates& plans, const Problem& problem, Kernel kernel, Sched
 void add_direct(Candidates& plans, const Problem& problem, const Machine& machine) {
   const bool gathers = problem.traits().gathers();
   const int64_t row_bytes = moved_columns(problem) * moved_bytes(problem);
-  if (machine.peer_gbps < machine.profile->peer.fast_gbps || problem.world_size > kMaxPeerRanks ||
+  if (machine.peer_gbps < machine.profile->peer.fast_gbps || problem.world_size > kMaxPeers ||
       row_bytes % kDirectAccess != 0 || peer_bytes(problem) > kMaxDirectBytes ||
       too_small_for_peers(problem, machine)) {
     return;
@@ -263,7 +263,7 @@ void add_invariant(Candidates& plans, const Problem& problem, const Machine& mac
                         (in_groups ? kernel == Kernel::kSm90Pingpong && kernel_takes_groups(problem)
                                    : kernel != Kernel::kLibrary);
   const int64_t row_bytes = problem.n * moved_bytes(problem);
-  if (machine.peer_gbps <= 0.0 || problem.world_size > kMaxPeerRanks || !computes ||
+  if (machine.peer_gbps <= 0.0 || problem.world_size > kMaxPeers || !computes ||
       row_bytes % kDirectAccess != 0) {
     return;
   }
@@ -320,7 +320,7 @@ void add_gpu_library(Candidates& plans, const Problem& problem, const Machine& m
 // Library GEMMs that store into the ranks' memory, a call for each rank's rows. Four chunks were never the fastest.
 void add_stripes(Candidates& plans, const Problem& problem, const Machine& machine, bool all) {
   const Schedules schedules = all ? Schedules{{1}, {1, 1}, {1, 1, 1, 1}} : Schedules{{1}, {1, 1}};
-  if (problem.traits().sums() && machine.peer_gbps > 0.0 && problem.world_size <= kMaxPeerRanks &&
+  if (problem.traits().sums() && machine.peer_gbps > 0.0 && problem.world_size <= kMaxPeers &&
       library_takes_parts(problem)) {
     add_row_panels(plans, problem, Kernel::kLibrary, schedules, {}, 0, Transport::kPeer,
                    Collective::kStripes);
@@ -330,8 +330,8 @@ void add_stripes(Candidates& plans, const Problem& problem, const Machine& machi
 // Copy engines take no SMs, whatever computes, and however slow the link: the GEMM stores nothing there.
 void add_gathers_by_copies(Candidates& plans, const Problem& problem, const Machine& machine,
                            Kernel kernel) {
-  if (!problem.traits().gathers() || machine.peer_gbps <= 0.0 ||
-      problem.world_size > kMaxPeerRanks || problem.m % problem.world_size != 0 ||
+  if (!problem.traits().gathers() || machine.peer_gbps <= 0.0 || problem.world_size > kMaxPeers ||
+      problem.m % problem.world_size != 0 ||
       problem.k * element_bytes(problem.dtype) % kDirectAccess != 0 ||
       too_small_for_peers(problem, machine) || !library_takes_parts(problem)) {
     return;
@@ -408,7 +408,7 @@ void add_all_to_all(Candidates& plans, const Problem& problem, const Machine& ma
                                                               : fast);
   if (2 * ctas > machine.sm_count) return;
   const bool peers = machine.peer_gbps >= machine.profile->peer.fast_gbps &&
-                     problem.world_size <= kMaxPeerRanks &&
+                     problem.world_size <= kMaxPeers &&
                      problem.n * moved_bytes(problem) % kDirectAccess == 0;
   // Over peers, between more than two ranks, long messages travel by NCCL.
   const bool pair = peers && problem.world_size == 2;

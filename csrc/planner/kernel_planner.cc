@@ -84,7 +84,7 @@ class KernelCandidates {
   // The kernel's own stores travel, whatever it signals.
   void add_stripes() {
     if (!request_.stripes || !problem_.traits().sums() || machine_.peer_gbps <= 0.0 ||
-        problem_.world_size > kMaxPeerRanks || problem_.dtype == DType::kFloat64) {
+        problem_.world_size > kMaxPeers || problem_.dtype == DType::kFloat64) {
       return;
     }
     Plan base = base_plan(problem_, Kernel::kLibrary, Transport::kPeer, shape_);

@@ -45,7 +45,6 @@ Flags& flags_of(const PeerMemory& memory, int owner) {
 
 constexpr int64_t kMinSlotBytes = int64_t{1} << 21;
 constexpr std::chrono::seconds kPatience{1};
-static_assert(plan::kMaxPeerRanks == kernels::kMaxPeers);
 
 }  // namespace
 

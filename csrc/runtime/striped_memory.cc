@@ -110,7 +110,7 @@ class Socket {
 // A message with descriptors.
 struct Envelope {
   // A rank's own rows, and all ranks' in a page that it shares.
-  static constexpr size_t kMost = StripedMemory::kTurns * (2 + plan::kMaxPeerRanks);
+  static constexpr size_t kMost = StripedMemory::kTurns * (2 + plan::kMaxPeers);
 
   int32_t rank = 0;
   iovec data = {&rank, sizeof(rank)};

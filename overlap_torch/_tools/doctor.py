@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_torch import __version__
-from overlap_torch._plan import Profile
+from overlap_torch._plan import MAX_PEERS, Profile
 from overlap_torch._symm_mem import replace
 from overlap_torch._text import table
 
@@ -25,7 +25,6 @@ _PACKAGE = Path(__file__).parents[1]
 _RECORD = _PACKAGE / "_build.json"
 _MIN_WINDOW_NCCL = (2, 27)  # the first with symmetric windows
 _MIN_TEAM_NCCL = (2, 28)  # the first that tells the peers' addresses in them
-_MAX_PEERS = 8  # ranks that map each other's memory
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,7 @@ def fast_paths(found: Findings) -> list[FastPath]:
     reason = _first(
         *no_kernels,
         (not usable, "no GEMM kernel that signals runs here"),
-        (not 2 <= count <= _MAX_PEERS, f"{count} GPUs, it is for 2 to {_MAX_PEERS} of one host"),
+        (not 2 <= count <= MAX_PEERS, f"{count} GPUs, it is for 2 to {MAX_PEERS} of one host"),
         (apart, "not every GPU reaches every other's memory: NCCL communicates"),
         (bool(found.why_no_peers), f"{found.why_no_peers} is set: NCCL communicates"),
     )

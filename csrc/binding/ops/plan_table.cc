@@ -58,7 +58,7 @@ std::string obstacles(const plan::Problem& problem, const plan::Machine& machine
   } else if (!machine.has_sm80_kernels && !machine.has_sm90_kernels) {
     text += "; this build has no kernel that signals for this device";
   }
-  if (machine.peer_gbps <= 0.0 && problem.world_size <= plan::kMaxPeerRanks) {
+  if (machine.peer_gbps <= 0.0 && problem.world_size <= plan::kMaxPeers) {
     const std::string& setting = environment().why_no_peers;
     text += "; the ranks do not map each other's memory";
     if (!setting.empty()) text += " (" + setting + ")";

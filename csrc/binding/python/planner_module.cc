@@ -54,13 +54,12 @@ void bind_orders(py::module_& m) {
   m.def(
       "ring_tiles",
       [](int32_t parts, int32_t part_tile_rows, int32_t tiles_n, int32_t round_rows) {
-        if (parts < 2 || parts > plan::kMaxPeerRanks || tiles_n < 1 || round_rows < 1 ||
+        if (parts < 2 || parts > plan::kMaxPeers || tiles_n < 1 || round_rows < 1 ||
             part_tile_rows < 1 || part_tile_rows % round_rows != 0) {
           throw py::value_error("a ring of " + std::to_string(parts) + " parts of " +
                                 std::to_string(part_tile_rows) + " x " + std::to_string(tiles_n) +
                                 " tiles in rounds of " + std::to_string(round_rows) +
-                                " tile rows: allowed are 2 to " +
-                                std::to_string(plan::kMaxPeerRanks) +
+                                " tile rows: allowed are 2 to " + std::to_string(plan::kMaxPeers) +
                                 " parts, of one tile or more and of whole rounds");
         }
         const TileOrder order = plan::ring_order(parts, part_tile_rows, tiles_n, round_rows);
@@ -126,6 +125,7 @@ void bind_planner(py::module_& m) {
         return py::str("KernelShape(tile_m={}, tile_n={}, cluster_m={})")
             .format(s.tile_m, s.tile_n, s.cluster_m);
       });
+  m.attr("MAX_PEERS") = plan::kMaxPeers;
   m.attr("MAX_CHUNKS") = plan::kMaxChunks;
   m.attr("MAX_TRANSFERS") = plan::kMaxTransfers;
   m.attr("BAND_ROWS") = plan::kBandRows;

@@ -14,7 +14,7 @@
 
 namespace overlap::kernels {
 
-inline constexpr int kMaxMoreOutputs = 7;
+inline constexpr int kMaxMoreOutputs = kMaxPeers - 1;
 
 // Scales of fp8 operands, in fp32: of their rows, or of all. Sums are those of the tensor cores, which have some 14 bits.
 struct GemmScales {

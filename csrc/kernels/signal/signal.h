@@ -46,7 +46,7 @@ __device__ __forceinline__ int32_t load_acquire_gpu(const int32_t* counter) {
 }
 #endif
 
-inline constexpr int kMaxPeers = 8;  // ranks that map each other's memory
+using plan::kMaxPeers;
 
 // The report of a wait that passed its deadline: in pinned host memory, read without
 // synchronising.
