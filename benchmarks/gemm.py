@@ -37,15 +37,18 @@ def default_plans(problem: Problem, machine: plan_api.Machine) -> list[Plan]:
     Raises:
         ValueError: this build has no signalling kernel for the device.
     """
-    if not (machine.has_sm90_kernels or machine.has_sm80_kernels):
+    if not machine.kernel_arch:
         raise ValueError("gemm: this build has no signalling kernel for this device")
-    hopper = [Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE]
-    if problem.recipe == Recipe.NONE:
-        hopper.append(Kernel.SM90_COOPERATIVE)
-    elif not machine.has_sm90_kernels:
+    kernels = [
+        kernel
+        for kernel in Kernel.__members__.values()
+        if kernel.traits.least_arch == machine.kernel_arch
+        and (kernel.traits.takes_fp8 or problem.recipe == Recipe.NONE)
+    ]
+    if not kernels:
         raise ValueError("gemm: this build has no signalling kernel of fp8 for this device")
     chosen = []
-    for kernel in hopper if machine.has_sm90_kernels else [Kernel.SM80]:
+    for kernel in kernels:
         whole = plan_api.templates.row_panels(problem, 1, kernel=kernel)
         panels = max(1, min(_CHUNKS, whole.tiles_m // plan_api.types.BAND_ROWS))
         chunks = min(_CHUNKS, whole.tiles_m * whole.tiles_n)

@@ -28,8 +28,7 @@ def described(hosts: int, ranks: int, link_gbps: float, network_gbps: float) -> 
         arch=H200.arch,
         sm_count=H200.sm_count,
         sm_gflops=H200.sm_gflops,
-        has_sm80_kernels=True,
-        has_sm90_kernels=True,
+        kernel_arch=90,
         # An all-reduce of M bytes sends M / ranks twice over each GPU's share.
         link_gbps=_REACHED * network_gbps * ranks / 2,
         link_latency_us=30.0 + 10.0 * hosts,

@@ -56,8 +56,7 @@ RankFacts facts_of(const Machine& machine, int32_t nccl_version, uint64_t build,
   facts.serial = static_cast<int32_t>(serial);
   facts.arch = machine.arch;
   facts.sm_count = machine.sm_count;
-  facts.has_sm80_kernels = machine.has_sm80_kernels ? 1 : 0;
-  facts.has_sm90_kernels = machine.has_sm90_kernels ? 1 : 0;
+  facts.kernel_arch = machine.kernel_arch;
   facts.nccl_version = nccl_version;
   facts.sm_gflops = machine.sm_gflops;
   facts.profile = hash_of(machine.profile->to_json());
@@ -99,8 +98,7 @@ Agreement agree(const Machine& own, const std::vector<RankFacts>& all) {
   machine.arch = first.arch;
   machine.sm_count = first.sm_count;
   machine.sm_gflops = first.sm_gflops;
-  machine.has_sm80_kernels = first.has_sm80_kernels != 0;
-  machine.has_sm90_kernels = first.has_sm90_kernels != 0;
+  machine.kernel_arch = first.kernel_arch;
   bool plans_alike = true;
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].serial == 0) continue;
@@ -120,9 +118,7 @@ Agreement agree(const Machine& own, const std::vector<RankFacts>& all) {
     };
     say(theirs.arch == first.arch, "compute capability", number(theirs.arch), number(first.arch));
     say(theirs.sm_count == first.sm_count, "SMs", number(theirs.sm_count), number(first.sm_count));
-    say(theirs.has_sm80_kernels == first.has_sm80_kernels &&
-            theirs.has_sm90_kernels == first.has_sm90_kernels,
-        "another set of kernels", "", "");
+    say(theirs.kernel_arch == first.kernel_arch, "another set of kernels", "", "");
     say(theirs.nccl_version == first.nccl_version, "NCCL", number(theirs.nccl_version),
         number(first.nccl_version));
     say(theirs.profile == first.profile, "another profile (OVERLAP_PROFILE)", "", "");
@@ -132,8 +128,7 @@ Agreement agree(const Machine& own, const std::vector<RankFacts>& all) {
     machine.arch = std::min(machine.arch, theirs.arch);
     machine.sm_count = std::min(machine.sm_count, theirs.sm_count);
     machine.sm_gflops = std::min(machine.sm_gflops, theirs.sm_gflops);
-    machine.has_sm80_kernels = machine.has_sm80_kernels && theirs.has_sm80_kernels != 0;
-    machine.has_sm90_kernels = machine.has_sm90_kernels && theirs.has_sm90_kernels != 0;
+    machine.kernel_arch = std::min(machine.kernel_arch, theirs.kernel_arch);
     if (differs.empty()) continue;
     result.difference += (result.difference.empty() ? "rank " : "; rank ") +
                          number(static_cast<int64_t>(rank)) + " has " + differs;

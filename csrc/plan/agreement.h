@@ -42,8 +42,7 @@ void check_serial(const Plan& plan, const Machine& machine);
 struct RankFacts {
   int32_t arch = 0;
   int32_t sm_count = 0;
-  int32_t has_sm80_kernels = 0;
-  int32_t has_sm90_kernels = 0;
+  int32_t kernel_arch = 0;
   int32_t nccl_version = 0;
   int32_t serial = 0;  // a Serial
   double sm_gflops = 0.0;

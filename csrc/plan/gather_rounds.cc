@@ -58,7 +58,7 @@ std::vector<GatherLaunch> gather_launches(const std::vector<int32_t>& arriving, 
 
 bool gathers_in_one_launch(const Plan& plan) {
   const int64_t runs = 1 + static_cast<int64_t>(plan.chunks.size()) * (plan.problem.world_size - 1);
-  return over_peers(plan) && !hierarchical(plan) && is_sm90(plan.kernel) &&
+  return over_peers(plan) && !hierarchical(plan) && can(plan.kernel, kCopiesBeside) &&
          plan.resources.comm_sms >= plan.cluster_m && runs <= kMaxCopyRuns;
 }
 

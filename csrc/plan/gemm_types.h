@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "plan/kernels.h"
+
 namespace overlap::plan {
 
 enum class DType : int32_t {
@@ -19,28 +21,6 @@ constexpr bool is_fp8(DType dtype) {
   return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
 }
 
-// The GEMM that counts the tiles. kLibrary computes chunk by chunk with cuBLAS (or, on CPU, tile by
-// tile with the framework's GEMM); it takes every dtype, stride and alignment, so any rank can
-// follow any plan with it.
-enum class Kernel : int32_t {
-  kLibrary = 0,
-  kSm80 = 1,
-  kSm90Pingpong = 2,
-  kSm90Cooperative = 3,
-  kSm90PingpongWide = 4,
-};
-inline constexpr Kernel kLastKernel = Kernel::kSm90PingpongWide;
-
-// Two teams take turns, each with a tile: these add a source, and store into several outputs.
-constexpr bool is_pingpong(Kernel kernel) {
-  return kernel == Kernel::kSm90Pingpong || kernel == Kernel::kSm90PingpongWide;
-}
-
-// Kernels that need Hopper.
-constexpr bool is_sm90(Kernel kernel) {
-  return is_pingpong(kernel) || kernel == Kernel::kSm90Cooperative;
-}
-
 // K of the whole layer is cut into so many groups for Invariance::kWorld; each is a multiple of the Hopper kernel's step
 // along K, of 16-bit elements.
 inline constexpr int32_t kWorldGroups = 8;
@@ -54,7 +34,6 @@ enum class Layout : int32_t { kRowMajor = 0, kPacked = 1 };
 
 int64_t element_bytes(DType dtype);
 const char* name(DType dtype);
-const char* name(Kernel kernel);
 const char* name(Layout layout);
 
 }  // namespace overlap::plan

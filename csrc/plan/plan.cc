@@ -149,7 +149,6 @@ OVERLAP_NAME(DType)
 OVERLAP_NAME(Invariance)
 OVERLAP_NAME(Recipe)
 OVERLAP_NAME(Schedule)
-OVERLAP_NAME(Kernel)
 OVERLAP_NAME(Transport)
 OVERLAP_NAME(Layout)
 OVERLAP_NAME(Collective)
@@ -157,6 +156,20 @@ OVERLAP_NAME(Memory)
 OVERLAP_NAME(Way)
 OVERLAP_NAME(Engine)
 #undef OVERLAP_NAME
+
+std::string kernel_names(Ability with, uint32_t without) {
+  std::string text;
+  for (const KernelTraits& one : kKernels) {
+    if (one.can(with) && (one.abilities & without) == 0)
+      text += (text.empty() ? "" : " and ") + std::string(one.name);
+  }
+  return text;
+}
+
+Kernel newest_kernel(const Machine& machine) {
+  return first_kernel(
+      [&](const KernelTraits& one) { return one.least_arch == machine.kernel_arch; });
+}
 
 std::string Problem::to_string() const {
   return by_name(*this);
@@ -244,16 +257,12 @@ int64_t direct_piece_bytes(const Plan& plan) {
   return round_up_div(round_up_div(bytes, problem.world_size), kPeerAccessBytes) * kPeerAccessBytes;
 }
 
-bool adds_terms(Kernel kernel, const Problem& problem) {
-  return kernel == Kernel::kSm90Pingpong || (is_pingpong(kernel) && problem.world_size == 2);
-}
-
 bool is_invariant(const Plan& plan) {
   const bool in_order =
       plan.collective == Collective::kDirect || plan.collective == Collective::kOwners;
   // The framework picks another GEMM for another number of rows. This package's of one GPU add along K alike.
   const bool own = plan.problem.invariance == Invariance::kWorld
-                       ? plan.kernel == Kernel::kSm90Pingpong && kernel_takes_groups(plan.problem)
+                       ? can(plan.kernel, kAddsGroups) && kernel_takes_groups(plan.problem)
                        : plan.kernel != Kernel::kLibrary;
   return in_order && (own || plan.problem.given()) && over_peers(plan) && !has_program(plan);
 }

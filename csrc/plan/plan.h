@@ -38,6 +38,9 @@ const char* name(Memory memory);
 const char* name(Way way);
 const char* name(Engine engine);
 
+// Names of the kernels that have the one ability, and not the other; with "and" between them.
+std::string kernel_names(Ability with, uint32_t without = 0);
+
 // All ranks share this, and nothing else: ranks that agree on it make the same communication calls.
 struct Problem {
   Op op = Op::kGemmAllReduce;
@@ -63,8 +66,7 @@ struct Machine {
   int32_t arch = 0;
   int32_t sm_count = 0;
   double sm_gflops = 0.0;
-  bool has_sm80_kernels = false;
-  bool has_sm90_kernels = false;
+  int32_t kernel_arch = 0;
   double link_latency_us = 0.0;
   double link_gbps = 0.0;
   bool windows = false;
@@ -78,6 +80,9 @@ struct Machine {
 
   std::string to_string() const;
 };
+
+// The first kernel in the table of the newest architecture whose kernels the machine has; else the library.
+Kernel newest_kernel(const Machine& machine);
 
 // A chunk: a run of tiles in tile order, communicated as one unit.
 struct Chunk {
@@ -171,8 +176,10 @@ std::vector<int64_t> clique_rows(const Plan& plan);
 // Bytes from one rank's terms to the next one's.
 int64_t clique_stride(const Plan& plan);
 
-// True if the kernel's GEMMs add up terms of the collective owners: of two ranks as a ring's, of more in registers.
-bool adds_terms(Kernel kernel, const Problem& problem);
+// True if the kernel's GEMMs add up terms of the collective owners.
+inline bool adds_terms(Kernel kernel, const Problem& problem) {
+  return can(kernel, problem.world_size == 2 ? kStoresToPeers : kAddsTerms);
+}
 
 // True if a row's bits follow from the row, the weight and the number of ranks, whatever other rows there are:
 // Invariance, whose other plan is the sequence, in place of which the op's composition runs.
@@ -180,7 +187,7 @@ bool is_invariant(const Plan& plan);
 
 // Invariance::kWorld: the groups of K that each rank multiplies; else 0.
 int32_t k_groups(const Problem& problem);
-// True if the Hopper kernel multiplies these groups: it then does so for any number of ranks and rows.
+// True if kernels that add groups multiply these: they then do so for any number of ranks and rows.
 bool kernel_takes_groups(const Problem& problem);
 // True if the ranks' terms are added by pairs.
 bool adds_by_pairs(const Problem& problem);

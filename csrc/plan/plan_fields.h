@@ -65,16 +65,19 @@ OVERLAP_ENUM(Schedule, "When an op communicates.",
              Member{Schedule::kOverlapped, "overlapped",
                     "beside the GEMM: chunk by chunk, or, over peers, by its own stores"})
 
-OVERLAP_ENUM(
-    Kernel, "Which GEMM computes the tiles.",
-    Member{Kernel::kLibrary, "library",
-           "the framework's, a call for each chunk; takes every dtype, stride and alignment"},
-    Member{Kernel::kSm80, "sm80",
-           "128 x 128, bfloat16 and float16, compute capability 8.0 and newer"},
-    Member{Kernel::kSm90Pingpong, "sm90_pingpong", "128 x 128, bfloat16, float16 and fp8, Hopper"},
-    Member{Kernel::kSm90Cooperative, "sm90_cooperative", "128 x 256, bfloat16 and float16, Hopper"},
-    Member{Kernel::kSm90PingpongWide, "sm90_pingpong_wide",
-           "128 x 192, bfloat16, float16 and fp8, Hopper"})
+// As kKernels has them.
+template <>
+struct Enumeration<Kernel> {
+  static constexpr const char* kName = "Kernel";
+  static constexpr const char* kDoc = "Which GEMM computes the tiles.";
+  static constexpr auto kMembers = [] {
+    std::array<Member<Kernel>, kKernels.size()> members{};
+    for (size_t row = 0; row < kKernels.size(); ++row) {
+      members[row] = {static_cast<Kernel>(row), kKernels[row].name, kKernels[row].doc};
+    }
+    return members;
+  }();
+};
 
 OVERLAP_ENUM(Transport, "How chunks travel.",
              Member{Transport::kNccl, "nccl", "CUDA tensors, any ranks"},
@@ -203,8 +206,9 @@ OVERLAP_FIELDS(
     FIELD(arch, kRank, "compute capability, 80, 89, 90 ...; 0: the CPU."),
     FIELD(sm_count, kRank, "SMs of the device."),
     FIELD(sm_gflops, kRank, "sustained 16-bit tensor-core rate of one SM, GFLOP/s."),
-    FIELD(has_sm80_kernels, kRank, "whether this build and this device can run the kernel sm80."),
-    FIELD(has_sm90_kernels, kRank, "the same of those for Hopper."),
+    FIELD(kernel_arch, kRank,
+          "the newest compute capability whose kernels this build and this device have: 80, 90; 0: "
+          "none."),
     FIELD(link_latency_us, kRank, "fixed time of one all-reduce, microseconds."),
     FIELD(link_gbps, kRank, "all-reduced message bytes in a second, GB/s."),
     FIELD(windows, kRank, "whether NCCL's symmetric windows work in the group."),

@@ -32,9 +32,9 @@ struct Profile {
     double pingpong_rate;
     double cooperative_rate;
     double pingpong_wide_rate;
-    double sm80_rate;               // on the architectures it was made for
-    double sm80_on_hopper_rate;     // where mma.sync reaches no more of wgmma's rate,
-    double sm80_on_blackwell_rate;  // and of tcgen05's: assumed
+    double mma_sync_rate;               // on the architectures it was made for
+    double mma_sync_on_hopper_rate;     // where mma.sync reaches no more of wgmma's rate,
+    double mma_sync_on_blackwell_rate;  // and of tcgen05's: assumed
     // The library's in 16 bits, where rows of output or operands are no multiple of 16 bytes, or an odd number of elements.
     double library_unaligned_rate;
     double library_odd_rate;

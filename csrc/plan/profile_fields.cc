@@ -61,7 +61,7 @@ std::vector<std::pair<const char*, Inner Group::*>> groups_of();
 FIELDS(Gemm,
   NUMBER_IN(arch, kCount) NUMBER(start_us)
   NUMBER(pingpong_rate) NUMBER(cooperative_rate) NUMBER(pingpong_wide_rate)
-  NUMBER(sm80_rate) NUMBER(sm80_on_hopper_rate) NUMBER(sm80_on_blackwell_rate)
+  NUMBER(mma_sync_rate) NUMBER(mma_sync_on_hopper_rate) NUMBER(mma_sync_on_blackwell_rate)
   NUMBER(library_unaligned_rate) NUMBER(library_odd_rate)
   NUMBER(float32_rate) NUMBER(float64_rate)
   NUMBER(float8_rate) NUMBER(float8_row_rate) NUMBER(float8_exact_rate)

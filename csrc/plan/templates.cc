@@ -51,19 +51,8 @@ void cut_into_equal_bands(Plan& plan, const std::vector<int32_t>& chunk_rows, in
 }  // namespace
 
 KernelShape kernel_shape(Kernel kernel, bool on_cpu) {
-  switch (kernel) {
-    case Kernel::kLibrary:  // takes every shape: only the grain in which chunks are cut
-      return on_cpu ? KernelShape{256, 512, 1} : KernelShape{128, 128, 1};
-    case Kernel::kSm80:
-      return {128, 128, 1};
-    case Kernel::kSm90Pingpong:
-      return {128, 128, 2};
-    case Kernel::kSm90Cooperative:
-      return {128, 256, 2};
-    case Kernel::kSm90PingpongWide:
-      return {128, 192, 2};
-  }
-  throw std::invalid_argument("unknown kernel " + std::to_string(static_cast<int32_t>(kernel)));
+  if (kernel == Kernel::kLibrary && on_cpu) return {256, 512, 1};
+  return traits(kernel).shape;
 }
 
 Plan base_plan(const Problem& problem, Kernel kernel, Transport transport,

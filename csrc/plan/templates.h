@@ -9,11 +9,6 @@
 namespace overlap::plan {
 
 // Tile shape and cluster of a kernel.
-struct KernelShape {
-  int32_t tile_m = 0;
-  int32_t tile_n = 0;
-  int32_t cluster_m = 1;
-};
 KernelShape kernel_shape(Kernel kernel, bool on_cpu);
 
 // The problem in the kernel's tiles, without bands and chunks. `shape` as below.

@@ -39,15 +39,14 @@ void check_range(const char* field, int64_t value, int64_t low, int64_t high, co
 }
 
 void check_kernel(const Plan& plan) {
-  check_enum("kernel", plan.kernel, kLastKernel);
+  check_enum("kernel", plan.kernel, static_cast<Kernel>(kKernels.size() - 1));
   check_range("tile_m", plan.tile_m, 1, kMaxTiles, "take the kernel's own tile shape");
   check_range("tile_n", plan.tile_n, 1, kMaxTiles, "take the kernel's own tile shape");
   check_range("cluster_m", plan.cluster_m, 1, kMaxTiles, "take the kernel's own cluster, or 1");
   if (plan.kernel == Kernel::kLibrary) return;
 
   const KernelShape shape = kernel_shape(plan.kernel, /*on_cpu=*/false);
-  if (plan.tile_m != shape.tile_m || plan.tile_n != shape.tile_n ||
-      plan.cluster_m != shape.cluster_m) {
+  if (KernelShape{plan.tile_m, plan.tile_n, plan.cluster_m} != shape) {
     fail("kernel ", name(plan.kernel), " was given tiles of ", plan.tile_m, "x", plan.tile_n,
          " in clusters of ", plan.cluster_m, ", but it computes ", shape.tile_m, "x", shape.tile_n,
          " in clusters of ", shape.cluster_m,
@@ -55,11 +54,11 @@ void check_kernel(const Plan& plan) {
   }
   const Problem& problem = plan.problem;
   if (is_fp8(problem.dtype) &&
-      (!is_pingpong(plan.kernel) || output_dtype(problem) != DType::kBFloat16 ||
+      (!can(plan.kernel, kTakesFp8) || output_dtype(problem) != DType::kBFloat16 ||
        problem.recipe == Recipe::kBlock)) {
     fail("kernel ", name(plan.kernel), " was given ", name(problem.dtype), " ",
          name(problem.recipe), " to ", name(output_dtype(problem)), ", but of fp8 ",
-         name(Kernel::kSm90Pingpong), " and ", name(Kernel::kSm90PingpongWide),
+         kernel_names(kTakesFp8),
          " compute tensor_wise and row_wise to bfloat16 only: take the kernel 'library'");
   }
   if (is_fp8(problem.dtype) && !problem.fast_accum) {
@@ -327,11 +326,11 @@ void check_peers(const Plan& plan) {
   }
   if (owners && !adds_terms(plan.kernel, problem)) {
     fail("plan with the collective owners has the kernel ", name(plan.kernel), " on ",
-         problem.world_size, " ranks, allowed are ", name(Kernel::kSm90Pingpong),
+         problem.world_size, " ranks, allowed are ", kernel_names(kAddsTerms),
          ", which has registers for the ranks' terms, and between two ranks ",
-         name(Kernel::kSm90PingpongWide), ": take one of those, or the collective ring");
+         kernel_names(kStoresToPeers, kAddsTerms), ": take one of those, or the collective ring");
   }
-  if (plan.resources.one_launch && !(exchanges && is_pingpong(plan.kernel))) {
+  if (plan.resources.one_launch && !(exchanges && can(plan.kernel, kStoresToPeers))) {
     fail(
         "plan with the collective ", name(plan.collective), " and the kernel ", name(plan.kernel),
         " has one_launch, allowed is that of all_to_all by peer with a ping-pong kernel: clear it");
@@ -382,9 +381,9 @@ void check_schedule(const Plan& plan) {
     fail("plan for a problem with the invariance ", name(problem.invariance), " has the kernel ",
          name(plan.kernel), " and the collective ", name(plan.collective), " over ",
          name(plan.chunks[0].transport),
-         ", allowed are this package's kernels (world: sm90_pingpong) with direct or owners over "
-         "peer, "
-         "which add in order, and make_sequential's plan: take one of those");
+         ", allowed are this package's kernels (world: ", kernel_names(kAddsGroups),
+         ") with direct or owners over peer, which add in order, and make_sequential's plan: take "
+         "one of those");
   }
   if (problem.recipe != Recipe::kNone && plan.schedule != Schedule::kSequential &&
       plan.chunks[0].transport == Transport::kGloo) {

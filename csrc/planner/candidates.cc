@@ -126,7 +126,7 @@ bool add_over_peers(Candidates& plans, const Problem& problem, const Machine& ma
                     const Prediction& sequence, Kernel kernel, bool all) {
   const Profile& profile = *machine.profile;
   if (machine.peer_gbps < profile.peer.fast_gbps || problem.world_size > kMaxPeers ||
-      kernel != Kernel::kSm90Pingpong || !every_part_has_rows(problem) ||
+      !can(kernel, kStoresToPeers) || !every_part_has_rows(problem) ||
       too_small_for_peers(problem, machine) || !has_ring_flags(problem, kernel)) {
     return false;
   }
@@ -248,9 +248,9 @@ void add_direct(Candidates& plans, const Problem& problem, const Machine& machin
     return;
   }
   add_at_once(plans, problem, Kernel::kLibrary, Schedule::kSequential);
-  if (!gathers && !problem.given() && best_kernel(problem, machine) == Kernel::kSm90Pingpong &&
-      pieces_are_equal(problem)) {
-    add_at_once(plans, problem, Kernel::kSm90Pingpong, Schedule::kOverlapped);
+  const Kernel kernel = best_kernel(problem, machine);
+  if (!gathers && !problem.given() && can(kernel, kStoresToPeers) && pieces_are_equal(problem)) {
+    add_at_once(plans, problem, kernel, Schedule::kOverlapped);
   }
 }
 
@@ -259,22 +259,22 @@ void add_direct(Candidates& plans, const Problem& problem, const Machine& machin
 void add_invariant(Candidates& plans, const Problem& problem, const Machine& machine) {
   const Kernel kernel = problem.given() ? Kernel::kLibrary : best_kernel(problem, machine);
   const bool in_groups = problem.invariance == Invariance::kWorld;
-  const bool computes = problem.given() ||
-                        (in_groups ? kernel == Kernel::kSm90Pingpong && kernel_takes_groups(problem)
-                                   : kernel != Kernel::kLibrary);
+  const bool computes =
+      problem.given() || (in_groups ? can(kernel, kAddsGroups) && kernel_takes_groups(problem)
+                                    : kernel != Kernel::kLibrary);
   const int64_t row_bytes = problem.n * moved_bytes(problem);
   if (machine.peer_gbps <= 0.0 || problem.world_size > kMaxPeers || !computes ||
       row_bytes % kDirectAccess != 0) {
     return;
   }
   add_at_once(plans, problem, kernel, Schedule::kSequential);
-  if (kernel != Kernel::kSm90Pingpong) return;
+  if (!can(kernel, kStoresToPeers)) return;
   if (pieces_are_equal(problem) && peer_bytes(problem) <= kMaxDirectBytes) {
     add_at_once(plans, problem, kernel, Schedule::kOverlapped);
   }
   if (!every_part_has_rows(problem)) return;
-  for (const Kernel own : {kernel, Kernel::kSm90PingpongWide}) {
-    if (in_groups && own != kernel) continue;
+  for (const Kernel own : {kernel, larger_kernel(kernel, true)}) {
+    if (in_groups && !can(own, kAddsGroups)) continue;
     if (!has_ring_flags(problem, own) || !adds_terms(own, problem)) continue;
     add_row_panels(plans, problem, own, {{1}}, {}, 0, Transport::kPeer, Collective::kOwners);
   }
@@ -342,7 +342,7 @@ void add_gathers_by_copies(Candidates& plans, const Problem& problem, const Mach
                    Transport::kPeer);
   };
   add(Kernel::kLibrary);
-  if (kernel == Kernel::kSm80) add(kernel);
+  if (kernel != Kernel::kLibrary && !can(kernel, kStoresToPeers)) add(kernel);
   set_peer_sms(plans, first);
 }
 
@@ -382,8 +382,8 @@ void add_unmeasured(Candidates& plans, const Problem& problem, const Machine& ma
       }
     });
   }
-  // mma.sync is slower than the framework's GEMM where that has better: chunks of the latter.
-  if (kernel == Kernel::kSm80 && machine.arch >= 90 && machine.arch < 120) {
+  // A kernel's old instructions are slower than the framework's GEMM where that has better: chunks of the latter.
+  if (can(kernel, kAges) && machine.arch >= 90 && machine.arch < 120) {
     add_gpu_library(plans, problem, machine, true);
   }
 }
@@ -414,8 +414,8 @@ void add_all_to_all(Candidates& plans, const Problem& problem, const Machine& ma
   const bool pair = peers && problem.world_size == 2;
   // In one launch wide tiles were faster than those of 128 x 128, except for few rows.
   const Kernel best = best_kernel(problem, machine);
-  const bool once = pair && best == Kernel::kSm90Pingpong;
-  plans.add(make_all_to_all(problem, once ? Kernel::kSm90PingpongWide : best,
+  const bool once = pair && can(best, kStoresToPeers);
+  plans.add(make_all_to_all(problem, once ? larger_kernel(best, true) : best,
                             {.comm_sms = pair ? 0 : ctas, .one_launch = once}, ctas,
                             cpu     ? Transport::kGloo
                             : peers ? Transport::kPeer

@@ -34,6 +34,9 @@ struct Candidates {
 // one_way_kernels.
 plan::Kernel best_kernel(const plan::Problem& problem, const plan::Machine& machine);
 
+// The first kernel of the same architecture with wider tiles that stores to peers, or not; else itself.
+plan::Kernel larger_kernel(plan::Kernel kernel, bool to_peers);
+
 // The kernels of what moves each byte once, the preferred one first. Larger tiles need less of shared memory's rate, but
 // the cooperative kernel's stores come between products, which weighs at small K. Where an all-gather's GEMM is long the
 // chip reaches its power limit, and ping-pong needs less power. In fp8 tiles of 128 x 128 were the slower ones wherever wide

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <thread>
 
+#include "kernels/gemm/gemm.h"
 #include "plan/seconds.h"
 #include "runtime/device_state.h"
 #include "runtime/error.h"
@@ -67,12 +68,7 @@ Group::Group(GroupOptions options) : options_(std::move(options)), device_(Devic
   machine_.sm_gflops = tensor_flop_per_clock(device_.arch()) *
                        machine_.profile->gemm.sustained_rate * device_.clock_khz() * 1e3 / 1e9;
   if (options_.sm_gflops > 0.0) machine_.sm_gflops = options_.sm_gflops;
-#if defined(OVERLAP_WITH_SM80)
-  machine_.has_sm80_kernels = device_.arch() >= 80;
-#endif
-#if defined(OVERLAP_WITH_SM90)
-  machine_.has_sm90_kernels = device_.arch() == 90;
-#endif
+  machine_.kernel_arch = kernels::kernel_arch(device_.arch());
   // Nothing is made once warm: events for what is in flight between two looks of the watchdog.
   for (int i = 0; i < kPreparedPending; ++i) idle_.push_back(std::make_unique<Pending>());
   // Known by the first communicator: a later group of the same name on the same store has another one.

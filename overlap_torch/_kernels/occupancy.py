@@ -7,8 +7,6 @@ from __future__ import annotations
 _RESERVED_BYTES = 1 << 10
 _GRANULE_BYTES = 128
 MOST_CTAS = 32  # that an SM holds
-# A block of the mma.sync kernel takes this much; csrc/kernels/gemm/gemm_sm80.h has it, too.
-MMA_SYNC_BYTES = 64 << 10
 
 
 def smem_pad_bytes(shared_bytes: int, ctas_per_sm: int, sm_bytes: int) -> int:

@@ -186,12 +186,13 @@ def smem_pad_bytes(
     """
     if not isinstance(kernel, int):
         kernel = enum_member(Kernel, kernel)
-        if kernel != Kernel.SM80:
+        if not kernel.traits.block_bytes:
+            padded = [enum_name(k) for k in Kernel.__members__.values() if k.traits.block_bytes]
             raise ValueError(
-                f"kernel is {enum_name(kernel)}, allowed is sm80, or a number of bytes: the framework's GEMM takes no padding, and "
-                "a block of the sm90 kernels fills an SM"
+                f"kernel is {enum_name(kernel)}, allowed is {', '.join(padded)}, or a number of bytes: the framework's GEMM takes no "
+                "padding, and a block of other kernels fills an SM"
             )
-        kernel = occupancy.MMA_SYNC_BYTES
+        kernel = kernel.traits.block_bytes
     if sm_bytes is None:
         sm_bytes = torch.cuda.get_device_properties("cuda").shared_memory_per_multiprocessor
     return occupancy.smem_pad_bytes(kernel, ctas_per_sm, sm_bytes)

@@ -207,7 +207,7 @@ class GemmCase {
     Buffer<In> own_input(part_rows * operands_.input_stride),
         staged(params_.m * operands_.input_stride);
     Buffer<In> gathered(kGuard + params_.m * operands_.input_stride + kGuard);
-    const bool copies = kernels::copies_beside(kernel_);
+    const bool copies = plan::can(kernel_, plan::kCopiesBeside);
     const auto copy_beside = [&](const In* from, int64_t to_row, int64_t rows, int32_t chunk) {
       if (!copies) return;
       gather.copies[gather.num_copies++] = {

@@ -141,7 +141,7 @@ void check_gathers(Kernel kernel, bool small, int& cases) {
             gemm.check_gather(ctas, gather.parts, own, heights);
             ++cases;
             const size_t runs = 1 + heights.size() * static_cast<size_t>(gather.parts - 1);
-            if (!kernels::copies_beside(kernel) || runs > plan::kMaxCopyRuns) continue;
+            if (!plan::can(kernel, plan::kCopiesBeside) || runs > plan::kMaxCopyRuns) continue;
             gemm.check_gather(ctas, gather.parts, own, heights, true);
             ++cases;
           }
@@ -380,7 +380,8 @@ bool available(Kernel kernel, int major) {
   kernels::GemmParams params;
   params.m = params.n = params.k = 256;
   params.input_stride = params.weight_stride = params.output_stride = 256;
-  return (kernel == Kernel::kSm80 ? major >= 8 : major == 9) &&
+  const plan::KernelTraits& own = plan::traits(kernel);
+  return own.least_arch <= 10 * major && 10 * major <= own.most_arch &&
          kernels::gemm_supported(kernel, params);
 }
 

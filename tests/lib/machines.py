@@ -13,8 +13,7 @@ def hopper(**changes: object) -> Machine:
         "arch": 90,
         "sm_count": 132,
         "sm_gflops": 5600.0,
-        "has_sm80_kernels": True,
-        "has_sm90_kernels": True,
+        "kernel_arch": 90,
         "link_latency_us": 9.0,
         "link_gbps": 260.0,
     }
@@ -26,14 +25,14 @@ def slow(**changes: object) -> Machine:
 
 
 def ampere(**changes: object) -> Machine:
-    fields = {"arch": 80, "sm_count": 108, "sm_gflops": 2000.0, "has_sm90_kernels": False}
+    fields = {"arch": 80, "sm_count": 108, "sm_gflops": 2000.0, "kernel_arch": 80}
     return hopper(**{**fields, **changes})
 
 
 def ada(**changes: object) -> Machine:
     """GPUs without wgmma on PCIe."""
     fields = {"arch": 89, "sm_count": 58, "sm_gflops": 1500.0, "link_gbps": 12.0}
-    return hopper(**{**fields, "has_sm90_kernels": False, **changes})
+    return hopper(**{**fields, "kernel_arch": 80, **changes})
 
 
 def cpu(**changes: object) -> Machine:

@@ -12,19 +12,14 @@ from overlap_torch.plan.templates import (
 )
 from overlap_torch.plan.types import Kernel, Op, Resources, Transport
 
-HOPPER_KERNELS = [Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.SM90_COOPERATIVE]
+HOPPER_KERNELS = [Kernel.SM90_PINGPONG, Kernel.SM90_COOPERATIVE, Kernel.SM90_PINGPONG_WIDE]
 GPU_KERNELS = [Kernel.LIBRARY, Kernel.SM80, *HOPPER_KERNELS]
 
 
 def available_kernels() -> list[Kernel]:
     """The kernels that this build has for this rank's device."""
-    found = machine(rank_device())
-    kernels = [Kernel.LIBRARY]
-    if found.has_sm80_kernels:
-        kernels.append(Kernel.SM80)
-    if found.has_sm90_kernels:
-        kernels += HOPPER_KERNELS
-    return kernels
+    newest = machine(rank_device()).kernel_arch
+    return [kernel for kernel in GPU_KERNELS if kernel.traits.least_arch <= newest]
 
 
 def peers_work() -> bool:

@@ -614,14 +614,6 @@ def test_kernels_resources_are_the_plans(failures: Failures) -> None:
     assert made_by_hand(plan=usual).smem_pad_bytes(1024) == 4096
 
 
-def test_kernels_padding_knows_the_kernels_bytes():
-    from overlap_torch._kernels import occupancy
-
-    header = Path(__file__).resolve().parents[2] / "csrc/kernels/gemm/gemm_sm80.h"
-    text = re.search(r"kGemmSm80SharedBytes = (\d+) << 10;", header.read_text())[1]
-    assert int(text) << 10 == occupancy.MMA_SYNC_BYTES
-
-
 def test_kernels_headers_are_installed_and_agree_with_the_library():
     header = Path(overlap_torch.include_path(), "overlap", "signal.cuh").read_text()
     root = Path(__file__).resolve().parents[2]

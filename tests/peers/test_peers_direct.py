@@ -144,7 +144,7 @@ def test_direct_takes_a_bias_at_any_address(failures: Failures) -> None:
 
 
 def plan_kernels() -> list[Kernel]:
-    has_kernel = plan_module.machine(rank_device()).has_sm90_kernels
+    has_kernel = plan_module.machine(rank_device()).kernel_arch >= 90
     return KERNELS if has_kernel else [Kernel.LIBRARY]
 
 

@@ -36,9 +36,9 @@ def test_agree_leaves_ranks_that_are_alike_as_they_are():
 
 
 def test_agree_plans_for_the_slowest_with_what_all_have():
-    machine, difference = agreed(alike(sm_count=114, has_sm90_kernels=False))
-    assert (machine.sm_count, machine.has_sm90_kernels) == (114, False)
-    assert machine.link_gbps == 260.0 and machine.has_sm80_kernels
+    machine, difference = agreed(alike(sm_count=114, kernel_arch=80))
+    assert (machine.sm_count, machine.kernel_arch) == (114, 80)
+    assert machine.link_gbps == 260.0
     assert difference == (
         "rank 1 has SMs 114 (rank 0: 132), another set of kernels: all ranks plan for the slowest, with what all have"
     )

@@ -107,9 +107,9 @@ def test_planner_wants_equal_parts(op: Op, machine: Machine) -> None:
     [
         (big(), hopper(), Kernel.SM90_PINGPONG),
         (big(dtype=DType.FLOAT16), hopper(), Kernel.SM90_PINGPONG),
-        (big(), hopper(has_sm90_kernels=False), Kernel.SM80),
+        (big(), hopper(kernel_arch=80), Kernel.SM80),
         (big(), ada(), Kernel.SM80),
-        (big(), ada(has_sm80_kernels=False), Kernel.LIBRARY),
+        (big(), ada(kernel_arch=0), Kernel.LIBRARY),
         (big(dtype=DType.FLOAT32), hopper(), Kernel.LIBRARY),
         (big(n=8190), hopper(), Kernel.LIBRARY),
         (big(k=7167), hopper(), Kernel.LIBRARY),

@@ -85,7 +85,7 @@ def test_planner_tries_phases_with_a_fast_link_between_peers_only(op: Op) -> Non
         (big(op=op), fast(peer_gbps=0.0), False),
         (big(op=op), fast(peer_gbps=50.0), False),
         (big(op=op, world_size=16), fast(), False),
-        (big(op=op), fast(has_sm90_kernels=False), False),
+        (big(op=op), fast(kernel_arch=80), False),
         (big(op=op), ada(peer_gbps=350.0), op == Op.ALLGATHER_GEMM),  # by copy engines
         (big(op=op), slow(peer_gbps=350.0), False),
         (big(op=op, dtype=DType.FLOAT32), fast(), False),

@@ -94,7 +94,7 @@ def test_profile_goes_with_its_machine():
         ({"gemm.start_us": {}}, "gemm.start_us is {}; allowed is a number"),
         ({"gemm.start_us": float("nan")}, "gemm.start_us is NaN; allowed is a number"),
         ({"gemm.start_us": -1}, "gemm.start_us is -1; allowed is a number, 0 to"),
-        ({"gemm.sm80_rate": 0}, "gemm.sm80_rate is 0; allowed is a number, 1e-04 to"),
+        ({"gemm.mma_sync_rate": 0}, "gemm.mma_sync_rate is 0; allowed is a number, 1e-04 to"),
         ({"gemm.short_k": 2.5}, "gemm.short_k is 2.5; allowed is a whole number"),
         ({"ways.plain": [[8, 5]]}, r"ways.plain is \[\[8, 5\]\]; .* lanes from 1 to 4"),
         ({"ways.plain": []}, r"ways.plain is \[\]; allowed is 1 to 64 lists of two"),

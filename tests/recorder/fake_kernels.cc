@@ -194,8 +194,8 @@ bool gemm_supported(plan::Kernel, const GemmParams&) {
   return true;
 }
 
-bool copies_beside(plan::Kernel kernel) {
-  return plan::is_sm90(kernel);
+int32_t kernel_arch(int32_t arch) {
+  return arch;
 }
 
 }  // namespace overlap::kernels

@@ -306,7 +306,7 @@ def test_bench_reads_a_plans_buffer(template):
 @pytest.mark.parametrize("arch", [80, 90])
 def test_bench_gemm_plans_fit_the_device(m, arch):
     machine = Machine()
-    machine.arch, machine.has_sm80_kernels, machine.has_sm90_kernels = arch, True, arch == 90
+    machine.arch = machine.kernel_arch = arch
     problem = Problem(m, 8192, 2048, DType.BFLOAT16, 2)
     plans = bench("gemm").default_plans(problem, machine)
     assert [(plan.kernel, plan.layout) for plan in plans] == [

@@ -135,7 +135,7 @@ class Reduction : public CudaOperands {
 
   void read_whole_tiles() {
     const int64_t rows = plan_.problem.m;
-    if (rows >= plan_.tile_m || !plan::is_sm90(plan_.kernel)) return;
+    if (rows >= plan_.tile_m || !plan::can(plan_.kernel, plan::kCopiesBeside)) return;
     whole_tiles_ = whole_tile(input_, plan_.tile_m, gemms_[0]);
   }
 
@@ -187,11 +187,6 @@ at::Tensor run(const OpCall& call) {
   return reduction.computes() ? reduction.run() : invariant_composition(call);
 }
 
-}  // namespace
-
-#if defined(OVERLAP_WITH_SM90)
-namespace {
-
 bool without_gaps(const at::Tensor& weight) {
   return weight.is_contiguous() || weight.t().is_contiguous();
 }
@@ -221,10 +216,10 @@ void multiply_few_rows(const kernels::GemmParams& gemm, const at::TensorOptions&
 }
 
 }  // namespace
-#endif
 
 std::optional<at::Tensor> kernel_product(const OpCall& call, int64_t rows) {
-  constexpr plan::Kernel kKernel = plan::Kernel::kSm90Pingpong;
+  constexpr plan::Kernel kKernel =
+      plan::first_kernel([](const plan::KernelTraits& one) { return one.can(plan::kAddsGroups); });
   const at::Device device = call.input.device();
   const bool in_groups = plan::k_groups(call.problem) > 0;
   const bool takes =
@@ -246,12 +241,10 @@ std::optional<at::Tensor> kernel_product(const OpCall& call, int64_t rows) {
   gemm.order = plan::chunked_order(plan, problem.n, {plan::tiles_m(plan)});
   gemm.ctas = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   if (!kernel_takes(gemm, own.weight(), plan)) return std::nullopt;  // a GPU or a build without it
-#if defined(OVERLAP_WITH_SM90)
   if (in_groups && rows <= kernels::kMostFewRows && without_gaps(own.weight())) {
     multiply_few_rows(gemm, own.input.options());
     return output;
   }
-#endif
   at::Tensor tile;
   if (rows < plan.tile_m) tile = whole_tile(own.input, plan.tile_m, gemm);
   const at::Tensor memory = group_memory(gemm, own.input.options());

@@ -356,7 +356,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& grad, con
   return {hidden_grad, up_grad, returned, dots};
 }
 
-#if defined(OVERLAP_WITH_SM90)
 // [R, K] and [e, N, K] to [R, N]; gated, through gate and up: [R, N / 2], or [R, N] with an `up` [e, N, K] beside the gate. And what
 // came before the gate, of each weight, if it is kept; else two empty tensors.
 std::tuple<Tensor, Tensor, Tensor> grouped(
@@ -393,7 +392,7 @@ std::tuple<Tensor, Tensor, Tensor> grouped(
   if (added.defined()) set_bias(gate, added, gated, offs);
   Tensor output = at::empty({params.rows, gate.width}, options);
   gate.output = output.data_ptr();
-  C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(params, stream()));
+  C10_CUDA_CHECK(kernels::launch_grouped_gemm(params, stream()));
   return {output, kept, kept_up};
 }
 
@@ -407,14 +406,12 @@ Tensor grouped_weights(const Tensor& grad, const Tensor& rows, const Tensor& off
   params.gate.width = params.k;
   Tensor output = at::empty({offs.size(0), params.n, params.k}, rows.options());
   params.gate.output = output.data_ptr();
-  C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(params, stream()));
+  C10_CUDA_CHECK(kernels::launch_grouped_gemm(params, stream()));
   return output;
 }
-#endif
 
 }  // namespace
 
-#if defined(OVERLAP_WITH_SM90)
 at::TensorOptions product_options(const Tensor& rows) {
   const bool packed = rows.scalar_type() == at::kFloat8_e4m3fn;
   return packed ? rows.options().dtype(at::kBFloat16) : rows.options();
@@ -441,13 +438,12 @@ kernels::GroupedGemmParams grouped_params(const Tensor& rows, const Tensor& weig
   params.ctas = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   return params;
 }
-#endif
 
 TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
-#if defined(OVERLAP_WITH_SM90)
-  m.impl("_moe_grouped", &grouped);
-  m.impl("_moe_grouped_weights", &grouped_weights);
-#endif
+  if (kernels::kHasGroupedGemm) {
+    m.impl("_moe_grouped", &grouped);
+    m.impl("_moe_grouped_weights", &grouped_weights);
+  }
   m.impl("_moe_count", &count_routes);
   m.impl("_moe_meet", &count_arrivals);
   m.impl("_moe_arrive", &place_arrivals);

@@ -93,7 +93,6 @@ Tensor combine(const Tensor& results, const std::optional<Tensor>& shares, const
   return sum_arrived(exchange, call, rows, wide, home, tokens, choices);
 }
 
-#if defined(OVERLAP_WITH_SM90)
 // combine() of the experts' product of hidden [R, I] and weight [e, D, I], whose tiles store rows where their tokens are.
 Tensor down(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
             const Tensor& offs, const std::optional<Tensor>& shares, const Tensor& home,
@@ -113,18 +112,15 @@ Tensor down(const Tensor& hidden, const Tensor& weight, const std::optional<Tens
   params.home.stride = stride;
   params.home.rank = exchange.rank();
   exchange.set_slots(params.home, call);
-  C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(params, exchange.stream()));
+  C10_CUDA_CHECK(kernels::launch_grouped_gemm(params, exchange.stream()));
   return sum_arrived(exchange, call, rows, wide, home, tokens, choices);
 }
-#endif
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
   m.impl("_moe_peer_combine", &combine);
-#if defined(OVERLAP_WITH_SM90)
-  m.impl("_moe_peer_down", &down);
-#endif
+  if (kernels::kHasGroupedGemm) m.impl("_moe_peer_down", &down);
 }
 
 }  // namespace overlap::binding

@@ -64,15 +64,15 @@ void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_
   const plan::Plan plan = plan::decode(code.vec());
   plan::validate(plan);
   const plan::Machine machine = machine_of(group, device);
-  const bool sm80 = plan.kernel != plan::Kernel::kSm80 || machine.has_sm80_kernels;
-  const bool sm90 = !plan::is_sm90(plan.kernel) || machine.has_sm90_kernels;
-  TORCH_CHECK_VALUE(sm80 && sm90, "set_plan: the plan's kernel is ", plan::name(plan.kernel),
+  const int32_t arch = plan::traits(plan.kernel).least_arch;
+  TORCH_CHECK_VALUE(arch <= machine.kernel_arch, "set_plan: the plan's kernel is ",
+                    plan::name(plan.kernel),
                     ", which this build or device does not have: ", machine.to_string());
   plan::check_serial(plan, machine);
   const auto planned = group->planned(plan.problem, device.type(), machine);
   TORCH_CHECK_VALUE(
       plan.problem.invariance == plan::Invariance::kNone || plan == planned ||
-          (plan::is_invariant(plan) && plan::is_sm90(plan.kernel) == plan::is_sm90(planned.kernel)),
+          (plan::is_invariant(plan) && arch == plan::traits(planned.kernel).least_arch),
       "set_plan: the plan ", plan.to_string(), " has other bits than the planner's, ",
       planned.to_string(), "; take one of such a kernel");
   TORCH_CHECK_VALUE(!plan::over_peers(plan) || plan.clique > 0 || machine.peer_gbps > 0.0,

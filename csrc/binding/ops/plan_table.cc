@@ -32,7 +32,8 @@ std::string in_us(double us) {
 std::string fp8_obstacle(const plan::Problem& problem, const plan::Machine& machine) {
   constexpr int64_t kColumns = 8;
   constexpr int64_t kInner = 16;
-  if (!machine.has_sm90_kernels) return "; only Hopper has kernels that signal for scaled operands";
+  if (!plan::can(plan::newest_kernel(machine), plan::kTakesFp8))
+    return "; only Hopper has kernels that signal for scaled operands";
   if (problem.recipe == plan::Recipe::kBlock ||
       plan::output_dtype(problem) != plan::DType::kBFloat16) {
     return "; the kernels that signal take scales of tensors and rows, and make bfloat16";
@@ -55,7 +56,7 @@ std::string obstacles(const plan::Problem& problem, const plan::Machine& machine
     text += c10::str("; no kernel that signals takes ", plan::name(problem.dtype));
   } else if (problem.n % kKernelMultiple != 0 || problem.k % kKernelMultiple != 0) {
     text += "; the kernels that signal take multiples of 8 as N and K";
-  } else if (!machine.has_sm80_kernels && !machine.has_sm90_kernels) {
+  } else if (machine.kernel_arch == 0) {
     text += "; this build has no kernel that signals for this device";
   }
   if (machine.peer_gbps <= 0.0 && problem.world_size <= plan::kMaxPeers) {

@@ -41,12 +41,13 @@ inline std::string capitals(std::string name) {
 }
 
 template <typename Enum>
-void bind_enum(py::module_& m) {
+py::enum_<Enum> bind_enum(py::module_& m) {
   using plan::Enumeration;
   py::enum_<Enum> bound(m, Enumeration<Enum>::kName, Enumeration<Enum>::kDoc);
   for (const plan::Member<Enum>& one : Enumeration<Enum>::kMembers) {
     bound.value(capitals(one.name).c_str(), one.value, *one.doc == '\0' ? nullptr : one.doc);
   }
+  return bound;
 }
 
 // A profile is shared and never changes; pybind11 holds it by a pointer that could, and has no names that do.

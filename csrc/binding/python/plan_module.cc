@@ -55,7 +55,16 @@ void bind_enums(py::module_& m) {
   bind_enum<Recipe>(m);
   bind_enum<Invariance>(m);
   bind_enum<Schedule>(m);
-  bind_enum<Kernel>(m);
+  py::class_<KernelTraits>(m, "KernelTraits", "The abilities of a kernel.")
+      .def_readonly("least_arch", &KernelTraits::least_arch,
+                    "The least compute capability that it needs: 80, 90; 0: none.")
+      .def_readonly("block_bytes", &KernelTraits::block_bytes,
+                    "Shared memory of a block, to which a plan may add; 0: it takes no more.")
+      .def_property_readonly(
+          "takes_fp8", [](const KernelTraits& one) { return one.can(kTakesFp8); },
+          "Scaled operands are taken.");
+  bind_enum<Kernel>(m).def_property_readonly(
+      "traits", [](Kernel kernel) { return traits(kernel); }, "The kernel's abilities.");
   bind_enum<Transport>(m);
   bind_enum<Collective>(m);
   bind_enum<Layout>(m);

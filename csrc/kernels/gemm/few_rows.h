@@ -30,9 +30,15 @@ struct FewRowsParams {
   int32_t ctas = 0;
 };
 
+#if defined(OVERLAP_WITH_SM90)
 // Enqueues the product, whose bits are those of GemmGroups. Hopper.
 cudaError_t launch_few_rows(const FewRowsParams& params, cudaStream_t stream);
 
 cudaError_t load_few_rows_kernels();
+#else
+inline cudaError_t launch_few_rows(const FewRowsParams&, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+#endif
 
 }  // namespace overlap::kernels

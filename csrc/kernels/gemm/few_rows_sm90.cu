@@ -78,7 +78,7 @@ cudaError_t launch_few_rows(const FewRowsParams& params, cudaStream_t stream) {
   gemm.gate.experts = params.groups;
   gemm.gate.output = params.products;
   gemm.ctas = params.ctas;
-  error = launch_grouped_gemm_sm90(gemm, stream);
+  error = launch_grouped_gemm(gemm, stream);
   if (error != cudaSuccess || params.products == params.output) return error;
   return launch_early(adder_of(params.dtype), blocks_for(params.m * params.n / kVector),
                       kFewThreads, stream, params);

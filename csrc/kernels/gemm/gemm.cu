@@ -132,7 +132,7 @@ bool gemm_sm90_supported(plan::Kernel kernel, const GemmParams& params) {
   if (params.n % output_piece != 0 || params.k % operand_piece != 0) return false;
   if (params.peers && !peers_supported(params)) return false;
   const bool adds_terms = params.peers && params.peers->terms != nullptr;
-  if (adds_terms && kernel != plan::Kernel::kSm90Pingpong) return false;
+  if (adds_terms && !plan::can(kernel, plan::kAddsTerms)) return false;
   if (params.groups.count > 0 && params.k % (params.groups.count * plan::kGroupStep) != 0) {
     return false;
   }
@@ -166,7 +166,8 @@ bool gather_supported(plan::Kernel kernel, const GemmParams& params) {
   const bool gathers = params.rows.mode == plan::RowMap::Mode::kGather;
   if (gathers != (params.gather && params.gather->own_input != nullptr)) return false;
   if (params.awaits_rows() && !gathers) return false;
-  return copies_beside(kernel) || (!params.awaits_rows() && params.ending.signal.count == 0);
+  return plan::can(kernel, plan::kCopiesBeside) ||
+         (!params.awaits_rows() && params.ending.signal.count == 0);
 }
 
 }  // namespace
@@ -190,8 +191,19 @@ bool gemm_supported(plan::Kernel kernel, const GemmParams& params) {
   }
 }
 
-bool copies_beside(plan::Kernel kernel) {
-  return plan::is_sm90(kernel);
+int32_t kernel_arch(int32_t arch) {
+  for (const plan::Kernel kernel : {
+#if defined(OVERLAP_WITH_SM90)
+           plan::Kernel::kSm90Pingpong,
+#endif
+#if defined(OVERLAP_WITH_SM80)
+           plan::Kernel::kSm80,
+#endif
+           plan::Kernel::kLibrary}) {
+    const plan::KernelTraits& own = plan::traits(kernel);
+    if (own.least_arch <= arch && arch <= own.most_arch) return own.least_arch;
+  }
+  return 0;
 }
 
 cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStream_t stream) {
@@ -231,7 +243,7 @@ cudaError_t load_kernels() {
     error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   }
   if (error == cudaSuccess && major == 9) error = load_sm90_kernels();
-  if (error == cudaSuccess && major == 9) error = load_grouped_gemm_sm90();
+  if (error == cudaSuccess && major == 9) error = load_grouped_gemm();
   if (error == cudaSuccess && major == 9) error = load_few_rows_kernels();
 #endif
   return error;

@@ -99,7 +99,7 @@ struct CopyRun {
   int32_t chunk = 0;  // which GemmGather::arrivals announces; 0: the bytes are there
 };
 
-// With rows of mode kGather: rows that peers send meanwhile. The copies and arrivals only with a kernel of
+// With rows of mode kGather: rows that peers send meanwhile. The copies and arrivals only with a kernel that
 // copies_beside.
 struct GemmGather {
   const void* own_input = nullptr;  // this rank's own part's: [part_rows, k], of the input's stride
@@ -164,7 +164,7 @@ struct GemmPeers {
   std::optional<GemmMessages> messages;
 };
 
-// The signals at the end of the call, after all work is done. Only kernels that copies_beside names have it.
+// The signals at the end of the call, after all work is done. Only kernels that have copies_beside do so.
 struct GemmEnding {
   // Where tiles are counted as they are taken, in own memory: two words, zero before and after. Needed with
   // GemmPeers.
@@ -185,8 +185,8 @@ struct GemmParams : GemmOperands, GemmStore, GemmSchedule {
 // ping-pong.
 bool gemm_supported(plan::Kernel kernel, const GemmParams& params);
 
-// Returns true if a GEMM of this kernel makes the copies of GemmGather::copies.
-bool copies_beside(plan::Kernel kernel);
+// The newest architecture whose kernels this build has for a device of compute capability `arch`; 0: none.
+int32_t kernel_arch(int32_t arch);
 
 // Enqueues the GEMM. gemm_supported(kernel, params) must hold. Returns what the launch returned.
 cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStream_t stream);

@@ -11,8 +11,8 @@ namespace overlap::kernels {
 inline constexpr int kGemmSm80TileM = 128;
 inline constexpr int kGemmSm80TileN = 128;
 
-// Shared memory of a CTA without padding. overlap_torch/_kernels/occupancy.py has it, too.
-inline constexpr int kGemmSm80SharedBytes = 64 << 10;
+// Shared memory of a CTA without padding.
+inline constexpr int kGemmSm80SharedBytes = plan::traits(plan::Kernel::kSm80).block_bytes;
 
 // Returns true if the kernel takes these operands (gemm_supported asks this): k > 0, a 16-bit type,
 // 16-byte aligned pointers, and every contiguous dimension and stride a multiple of 8 elements. A

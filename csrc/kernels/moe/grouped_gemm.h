@@ -52,7 +52,15 @@ struct GroupedGemmParams {
   int32_t ctas = 0;
 };
 
-cudaError_t load_grouped_gemm_sm90();
-cudaError_t launch_grouped_gemm_sm90(const GroupedGemmParams& params, cudaStream_t stream);
+#if defined(OVERLAP_WITH_SM90)
+inline constexpr bool kHasGroupedGemm = true;
+cudaError_t load_grouped_gemm();
+cudaError_t launch_grouped_gemm(const GroupedGemmParams& params, cudaStream_t stream);
+#else
+inline constexpr bool kHasGroupedGemm = false;
+inline cudaError_t launch_grouped_gemm(const GroupedGemmParams&, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+#endif
 
 }  // namespace overlap::kernels

@@ -414,7 +414,7 @@ cudaError_t set_memory(Kernel kernel) {
 
 }  // namespace
 
-cudaError_t load_grouped_gemm_sm90() {
+cudaError_t load_grouped_gemm() {
   for (const Element element : {Element::kBFloat16, Element::kFloat16}) {
     for (const auto form : {GroupedForm::kRows, GroupedForm::kGate, GroupedForm::kWeights}) {
       for (const bool turned : {false, true}) {
@@ -432,7 +432,7 @@ cudaError_t load_grouped_gemm_sm90() {
   return cudaSuccess;
 }
 
-cudaError_t launch_grouped_gemm_sm90(const GroupedGemmParams& gemm, cudaStream_t stream) {
+cudaError_t launch_grouped_gemm(const GroupedGemmParams& gemm, cudaStream_t stream) {
   const GateParams& gate = gemm.gate;
   const bool weights = gemm.form == GroupedForm::kWeights;
   if (gemm.rows == 0 || gate.width == 0 || gate.experts == 0) return cudaSuccess;

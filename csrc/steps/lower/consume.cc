@@ -291,7 +291,8 @@ class GatherLaunches {
     gemm.map.own_part = places_.rank;
     if (awaits_) return;
     // Something arrives before each launch, so none is empty.
-    if (carrier_ < 0 && plan::is_sm90(plan.kernel) && places_.parts - 1 <= plan::kMaxCopyRuns) {
+    if (carrier_ < 0 && plan::can(plan.kernel, plan::kCopiesBeside) &&
+        places_.parts - 1 <= plan::kMaxCopyRuns) {
       carrier_ = gemm.weight;
     }
     const int32_t columns = list_.made.orders[at(gemm.order)].tiles_n;

@@ -1,6 +1,7 @@
 #include "steps/price/costs.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 namespace overlap::steps {
@@ -9,18 +10,30 @@ using namespace plan;  // whose types these are
 
 namespace {
 
+// The profile's fields of a kernel's rates.
+struct KernelRates {
+  double Profile::Gemm::* of_16_bits;
+  double Profile::Gemm::* of_fp8 = &Profile::Gemm::float8_rate;
+  double Profile::Gemm::* of_fp8_rows = &Profile::Gemm::float8_row_rate;
+};
+using Gemm = Profile::Gemm;
+// Rows are kKernels' rows. The library's rate of 16 bits is library_rate_of's.
+constexpr std::array<KernelRates, kKernels.size()> kRates = {{
+    {nullptr},
+    {&Gemm::mma_sync_rate},
+    {&Gemm::pingpong_rate, &Gemm::float8_pingpong_rate, &Gemm::float8_pingpong_row_rate},
+    {&Gemm::cooperative_rate},
+    {&Gemm::pingpong_wide_rate, &Gemm::float8_pingpong_wide_rate,
+     &Gemm::float8_pingpong_wide_row_rate},
+}};
+
 // The rate of scaled operands on a GPU.
-double float8_rate_of(const Plan& plan, const Profile::Gemm& gemm) {
+double float8_rate_of(const Plan& plan, const Gemm& gemm) {
   const Problem& problem = plan.problem;
-  const bool rows = problem.recipe == Recipe::kRow;
-  if (plan.kernel == Kernel::kSm90Pingpong) {
-    return rows ? gemm.float8_pingpong_row_rate : gemm.float8_pingpong_rate;
-  }
-  if (plan.kernel == Kernel::kSm90PingpongWide) {
-    return rows ? gemm.float8_pingpong_wide_row_rate : gemm.float8_pingpong_wide_rate;
-  }
+  const KernelRates& rates = kRates[static_cast<size_t>(plan.kernel)];
   const bool exact = !problem.fast_accum || problem.recipe == Recipe::kBlock;
-  return (rows ? gemm.float8_row_rate : gemm.float8_rate) * (exact ? gemm.float8_exact_rate : 1.0);
+  return gemm.*(problem.recipe == Recipe::kRow ? rates.of_fp8_rows : rates.of_fp8) *
+         (exact ? gemm.float8_exact_rate : 1.0);
 }
 
 // The rate of the library in 16 bits: its fast kernels read and write 16 bytes at a time.
@@ -43,16 +56,12 @@ double rate_of(const Plan& plan, const Machine& machine) {
   if (element_bytes(dtype) == 2 && !on_cpu(machine) && plan.kernel == Kernel::kLibrary) {
     rate = library_rate_of(plan.problem, profile.gemm);
   }
-  if (plan.kernel == Kernel::kSm80) {
-    const bool blackwell = machine.arch >= 100 && machine.arch < 120;  // with tcgen05
-    rate *= machine.arch == 90 ? profile.gemm.sm80_on_hopper_rate
-            : blackwell        ? profile.gemm.sm80_on_blackwell_rate
-                               : profile.gemm.sm80_rate;
-  }
-  if (plan.kernel == Kernel::kSm90Pingpong) rate *= profile.gemm.pingpong_rate;
-  if (plan.kernel == Kernel::kSm90Cooperative) rate *= profile.gemm.cooperative_rate;
-  if (plan.kernel == Kernel::kSm90PingpongWide) rate *= profile.gemm.pingpong_wide_rate;
-  return rate;
+  if (plan.kernel == Kernel::kLibrary) return rate;
+  double Gemm::* own = kRates[static_cast<size_t>(plan.kernel)].of_16_bits;
+  const bool blackwell = machine.arch >= 100 && machine.arch < 120;  // with tcgen05
+  if (can(plan.kernel, kAges) && machine.arch == 90) own = &Gemm::mma_sync_on_hopper_rate;
+  if (can(plan.kernel, kAges) && blackwell) own = &Gemm::mma_sync_on_blackwell_rate;
+  return rate * profile.gemm.*own;
 }
 
 // A GEMM takes whole clusters of tiles: as many rows.

@@ -22,8 +22,7 @@ double count(Walk& w, const plan::TileOrder& order, double begin_us) {
                      std::any_of(order.runs, order.runs + order.num_runs, low_run);
     const bool many_ctas = w.ranks == 2 && w.lanes_beside * w.ctas_of(w.plan.chunks[0].max_ctas) >
                                                w.profile.link.slow_default_ctas;
-    const bool large = w.plan.kernel == plan::Kernel::kSm90Cooperative ||
-                       w.plan.kernel == plan::Kernel::kSm90PingpongWide;
+    const bool large = plan::traits(w.plan.kernel).shape.tile_n > 128;
     all_us =
         std::max(1.0, tiles / w.sms) * w.tile_us * w.profile.beside.nccl_factor *
         (many_ctas ? between_links(w.profile.beside.many_ctas_factor, 1.0, w.fast_share) : 1.0) /

@@ -113,8 +113,7 @@ plan::Machine usual_machine(const plan::Plan& plan) {
   machine.arch = 90;
   machine.sm_count = 132;
   machine.sm_gflops = 5600.0;
-  machine.has_sm80_kernels = true;
-  machine.has_sm90_kernels = true;
+  machine.kernel_arch = 90;
   machine.link_latency_us = 9.0;
   machine.link_gbps = 260.0;
   machine.windows = true;
