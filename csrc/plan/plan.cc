@@ -149,7 +149,6 @@ OVERLAP_NAME(DType)
 OVERLAP_NAME(Invariance)
 OVERLAP_NAME(Recipe)
 OVERLAP_NAME(Schedule)
-OVERLAP_NAME(Transport)
 OVERLAP_NAME(Layout)
 OVERLAP_NAME(Collective)
 OVERLAP_NAME(Memory)
@@ -239,10 +238,6 @@ int64_t part_rows(const Plan& plan) {
 Rows rows_of_part(const Plan& plan, int32_t part) {
   const int64_t rows = part_rows(plan);
   return {std::min(part * rows, plan.problem.m), std::min((part + 1) * rows, plan.problem.m)};
-}
-
-bool over_peers(const Plan& plan) {
-  return !plan.chunks.empty() && plan.chunks[0].transport == Transport::kPeer;
 }
 
 bool direct_in_pieces(const Plan& plan) {
@@ -417,8 +412,7 @@ namespace {
 
 // A reduce-scatter's kernels store whole tiles of each part; on CPU rows are computed, not tiles.
 bool pads_rows(const Plan& plan) {
-  return plan.problem.traits().scatters() &&
-         (plan.chunks.empty() || plan.chunks[0].transport != Transport::kGloo);
+  return plan.problem.traits().scatters() && !plan.transport().on_cpu;
 }
 
 }  // namespace

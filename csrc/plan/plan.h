@@ -2,6 +2,8 @@
 // torch.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -17,13 +19,41 @@ namespace overlap::plan {
 // plan_fields.h says what each member and each field below means, for messages and for Python.
 
 enum class Schedule : int32_t { kSequential = 0, kOverlapped = 1 };
-enum class Transport : int32_t { kNccl = 0, kGloo = 1, kPeer = 2 };
 enum class Recipe : int32_t { kNone = 0, kTensor = 1, kRow = 2, kBlock = 3 };
 // kBatch: each rank's product is rounded to the output's type, these terms are added in float32 in the ranks' order, and
 // the sum is rounded before a bias is added.
 // kWorld: K of all ranks is cut into kWorldGroups. A group's product is rounded, and products are added by pairs, pairs of
 // pairs and so on, each sum rounded. A rank adds up its groups, and the ranks add their terms in the same way.
 enum class Invariance : int32_t { kNone = 0, kBatch = 1, kWorld = 2 };
+
+enum class Transport : int32_t { kNccl = 0, kGloo = 1, kPeer = 2 };
+
+struct TransportTraits {
+  const char* name;
+  const char* doc;
+  bool on_cpu = false;       // the host's memory travels
+  bool maps_memory = false;  // ranks store into each other's
+  bool has_windows = false;  // and the gathers of an exchange
+};
+
+// Other files ask the table, and compare no transports. A number that is no transport's has the first row.
+inline constexpr std::array<TransportTraits, 3> kTransports = {{
+    {.name = "nccl", .doc = "CUDA tensors, any ranks", .has_windows = true},
+    {.name = "gloo", .doc = "tensors on CPU", .on_cpu = true},
+    {.name = "peer",
+     .doc =
+         "memory that 2 to 8 ranks of one host map into each other: stores of the GEMM, and copy "
+         "engines",
+     .maps_memory = true},
+}};
+
+constexpr const TransportTraits& traits(Transport transport) {
+  const auto row = static_cast<size_t>(transport);
+  return kTransports[row < kTransports.size() ? row : 0];
+}
+constexpr const char* name(Transport transport) {
+  return traits(transport).name;
+}
 
 // Ranks whose steps are proved together.
 inline constexpr int32_t kMaxProvedRanks = 16;
@@ -32,7 +62,6 @@ const char* name(Op op);
 const char* name(Recipe recipe);
 const char* name(Invariance invariance);
 const char* name(Schedule schedule);
-const char* name(Transport transport);
 const char* name(Collective collective);
 const char* name(Memory memory);
 const char* name(Way way);
@@ -121,6 +150,10 @@ struct Plan {
   Program program;
   int32_t clique = 0;
 
+  // All chunks have one; a plan without chunks is as NCCL's.
+  const TransportTraits& transport() const {
+    return traits(chunks.empty() ? Transport::kNccl : chunks[0].transport);
+  }
   friend bool operator==(const Plan&, const Plan&) = default;
   std::string to_string() const;
 };
@@ -155,7 +188,9 @@ int32_t row_parts(const Plan& plan);
 int64_t part_rows(const Plan& plan);
 
 // True if chunks travel through the peers' memory, at least within cliques.
-bool over_peers(const Plan& plan);
+inline bool over_peers(const Plan& plan) {
+  return plan.transport().maps_memory;
+}
 
 // True if each row crosses between cliques once.
 inline bool hierarchical(const Plan& plan) {

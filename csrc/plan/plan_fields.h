@@ -23,6 +23,16 @@ struct Member {
 template <typename Enum>
 Member(Enum, const char*, const char* = "") -> Member<Enum>;
 
+// The rows of a table, which have name and doc.
+template <typename Enum, typename Row, size_t kRows>
+constexpr std::array<Member<Enum>, kRows> members_of(const std::array<Row, kRows>& table) {
+  std::array<Member<Enum>, kRows> members{};
+  for (size_t i = 0; i < kRows; ++i) {
+    members[i] = {static_cast<Enum>(i), table[i].name, table[i].doc};
+  }
+  return members;
+}
+
 // kName: in Python; kMembers: in order from 0.
 template <typename Enum>
 struct Enumeration;
@@ -65,26 +75,9 @@ OVERLAP_ENUM(Schedule, "When an op communicates.",
              Member{Schedule::kOverlapped, "overlapped",
                     "beside the GEMM: chunk by chunk, or, over peers, by its own stores"})
 
-// As kKernels has them.
-template <>
-struct Enumeration<Kernel> {
-  static constexpr const char* kName = "Kernel";
-  static constexpr const char* kDoc = "Which GEMM computes the tiles.";
-  static constexpr auto kMembers = [] {
-    std::array<Member<Kernel>, kKernels.size()> members{};
-    for (size_t row = 0; row < kKernels.size(); ++row) {
-      members[row] = {static_cast<Kernel>(row), kKernels[row].name, kKernels[row].doc};
-    }
-    return members;
-  }();
-};
+OVERLAP_ENUM(Kernel, "Which GEMM computes the tiles.", members_of<Kernel>(kKernels))
 
-OVERLAP_ENUM(Transport, "How chunks travel.",
-             Member{Transport::kNccl, "nccl", "CUDA tensors, any ranks"},
-             Member{Transport::kGloo, "gloo", "tensors on CPU"},
-             Member{Transport::kPeer, "peer",
-                    "memory that 2 to 8 ranks of one host map into each other: stores of the "
-                    "GEMM, and copy engines"})
+OVERLAP_ENUM(Transport, "How chunks travel.", members_of<Transport>(kTransports))
 
 OVERLAP_ENUM(
     Collective, "What communicates a chunk.",

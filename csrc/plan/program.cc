@@ -112,7 +112,7 @@ class Check {
       fail("its source and destination overlap in ", text(to), ": copy by way of scratch memory");
     }
     const bool remote_engine = one_.by == Engine::kCopyEngine || one_.by == Engine::kSms;
-    if (!within && remote_engine && plan_.chunks[0].transport == Transport::kNccl) {
+    if (!within && remote_engine && !over_peers(plan_) && !plan_.transport().on_cpu) {
       fail("it goes by ", name(one_.by), ", the plan's chunks by nccl: take by = nccl or any");
     }
     if (remote_engine && over_peers(plan_) && !in_one_clique(plan_, from.rank, to.rank)) {
@@ -306,7 +306,7 @@ void check_program(const Plan& plan) {
   if (plan.schedule != Schedule::kOverlapped || plan.layout != Layout::kRowMajor ||
       plan.collective != collective_of(problem.op) || plan.resources.window) {
     fail("plan has a program beside ", name(plan.schedule), ", ", name(plan.layout), ", ",
-         name(plan.collective), " over ", name(plan.chunks[0].transport),
+         name(plan.collective), " over ", plan.transport().name,
          plan.resources.window ? " in a window" : "", ", allowed are overlapped, row_major and ",
          name(collective_of(problem.op)), " over nccl, peer or gloo, without a window: take these");
   }

@@ -61,7 +61,7 @@ Plan base_plan(const Problem& problem, Kernel kernel, Transport transport,
   plan.problem = problem;
   plan.kernel = kernel;
   const KernelShape own =
-      shape.tile_m != 0 ? shape : kernel_shape(kernel, transport == Transport::kGloo);
+      shape.tile_m != 0 ? shape : kernel_shape(kernel, traits(transport).on_cpu);
   if (own.tile_m <= 0 || own.tile_n <= 0 || own.cluster_m <= 0) {
     throw std::invalid_argument("tile shape " + std::to_string(own.tile_m) + "x" +
                                 std::to_string(own.tile_n) + " in clusters of " +
@@ -77,7 +77,7 @@ Plan base_plan(const Problem& problem, Kernel kernel, Transport transport,
   plan.cluster_m = own.cluster_m;
   const bool reduces = problem.traits().sums();
   plan.collective =
-      transport == Transport::kPeer && reduces ? Collective::kRing : collective_of(problem.op);
+      traits(transport).maps_memory && reduces ? Collective::kRing : collective_of(problem.op);
   return plan;
 }
 

@@ -128,12 +128,10 @@ void check_collective_of_op(const Plan& plan) {
                      : "",
          ": take that");
   }
-  const bool by_messages = plan.collective == Collective::kStripes && !plan.chunks.empty() &&
-                           plan.chunks[0].transport == Transport::kGloo;
+  const bool by_messages = plan.collective == Collective::kStripes && plan.transport().on_cpu;
   if (of_peers && !plan.chunks.empty() && !over_peers(plan) && !by_messages) {
-    fail("collective is ", name(plan.collective), " with the transport ",
-         name(plan.chunks[0].transport), ", allowed is peer",
-         plan.collective == Collective::kStripes ? ", or gloo on CPU" : "",
+    fail("collective is ", name(plan.collective), " with the transport ", plan.transport().name,
+         ", allowed is peer", plan.collective == Collective::kStripes ? ", or gloo on CPU" : "",
          ": take that, or the collective ", name(own));
   }
 }
@@ -206,10 +204,10 @@ void check_chunks(const Plan& plan) {
            name(plan.problem.op),
            " holds as many whole tile rows of every rank, and whole clusters");
     }
-    check_enum("chunk transport", chunk.transport, Transport::kPeer);
+    check_enum("chunk transport", chunk.transport, static_cast<Transport>(kTransports.size() - 1));
     if (chunk.transport != plan.chunks[0].transport) {
       fail("chunk ", c, " travels by ", name(chunk.transport), ", chunk 0 by ",
-           name(plan.chunks[0].transport), ": take one transport for all chunks");
+           plan.transport().name, ": take one transport for all chunks");
     }
     if (chunk.max_ctas < 0 || chunk.max_ctas > kMaxCtas) {
       fail("chunk ", c, " has max_ctas = ", chunk.max_ctas, ", allowed are 0 to ", kMaxCtas,
@@ -227,7 +225,7 @@ void check_chunks(const Plan& plan) {
          sum > tiles ? "covers a tile twice" : "leaves tiles out",
          "; make the chunks' tiles sum up to ", tiles);
   }
-  if (plan.kernel != Kernel::kLibrary && plan.chunks[0].transport == Transport::kGloo) {
+  if (plan.kernel != Kernel::kLibrary && plan.transport().on_cpu) {
     fail("kernel ", name(plan.kernel),
          " runs on a GPU, but the chunks travel by gloo, which moves host memory: take nccl, or "
          "the kernel 'library' for a CPU plan");
@@ -271,8 +269,8 @@ void check_resources(const Plan& plan) {
               "each lane is a stream and a set of communicators");
   check_range("smem_pad_bytes", plan.resources.smem_pad_bytes, 0, kMaxSmemPadBytes,
               "a block has no more shared memory");
-  if (plan.resources.window && plan.chunks[0].transport != Transport::kNccl) {
-    fail("plan has window = true with the transport ", name(plan.chunks[0].transport),
+  if (plan.resources.window && !plan.transport().has_windows) {
+    fail("plan has window = true with the transport ", plan.transport().name,
          ", but symmetric windows are NCCL's: take nccl, or window = false");
   }
 }
@@ -366,9 +364,9 @@ void check_collective(const Plan& plan) {
          ", allowed is 2: between more ranks it would move more bytes than all_reduce, take that");
   }
   if (plan.layout != Layout::kPacked || plan.schedule != Schedule::kOverlapped ||
-      plan.chunks[0].transport != Transport::kNccl) {
+      !plan.transport().has_windows) {
     fail("collective is exchange with the schedule ", name(plan.schedule), ", the layout ",
-         name(plan.layout), " and the transport ", name(plan.chunks[0].transport),
+         name(plan.layout), " and the transport ", plan.transport().name,
          ", allowed are overlapped, packed and nccl: take those, or the collective all_reduce");
   }
 }
@@ -380,13 +378,13 @@ void check_schedule(const Plan& plan) {
   if (problem.invariance != Invariance::kNone && !is_invariant(plan) && !is_sequence) {
     fail("plan for a problem with the invariance ", name(problem.invariance), " has the kernel ",
          name(plan.kernel), " and the collective ", name(plan.collective), " over ",
-         name(plan.chunks[0].transport),
+         plan.transport().name,
          ", allowed are this package's kernels (world: ", kernel_names(kAddsGroups),
          ") with direct or owners over peer, which add in order, and make_sequential's plan: take "
          "one of those");
   }
   if (problem.recipe != Recipe::kNone && plan.schedule != Schedule::kSequential &&
-      plan.chunks[0].transport == Transport::kGloo) {
+      plan.transport().on_cpu) {
     fail("plan for scaled operands (", problem.to_string(), ") has the schedule ",
          name(plan.schedule),
          " and the transport gloo, allowed is sequential: take make_sequential's plan");

@@ -103,8 +103,8 @@ class Editor:
         self.world = problem.world_size
         self.rank = Rank(lambda rank: rank)
         kernel = enum_member(Kernel, kernel)
-        self.over_peers = transport is not None and (
-            enum_member(Transport, transport) == Transport.PEER
+        self.over_peers = (
+            transport is not None and enum_member(Transport, transport).traits.maps_memory
         )
         # Messages know no hosts.
         self._clique = ranks_per_host if self.over_peers else 0

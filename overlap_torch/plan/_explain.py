@@ -198,7 +198,7 @@ def short(plan: Plan) -> str:
     if plan.program.transfers:
         collective = f"{collective} in {len(plan.program.transfers)} transfers"
     if plan.schedule == Schedule.SEQUENTIAL:
-        over_peers = enum_name(plan.chunks[0].transport) == "peer"
+        over_peers = plan.chunks[0].transport.traits.maps_memory
         over = "over peers, in one kernel" if over_peers else "one after the other"
         return f"the framework's GEMM and {collective}, {over}"
     sizes = [chunk.tiles for chunk in plan.chunks]
@@ -352,7 +352,7 @@ def _interpreted(step: dict) -> str:
 
 
 def _ctas(plan: Plan, step: dict) -> str:
-    if enum_name(plan.chunks[0].transport) == "gloo":
+    if plan.chunks[0].transport.traits.on_cpu:
         return "by gloo"
     return f"{step['max_ctas']} CTAs" if step["max_ctas"] else "as many CTAs as NCCL takes"
 

@@ -20,7 +20,6 @@ from overlap_torch._plan import (
     Problem,
     Profile,
     Recipe,
-    Transport,
     decode,
     encode,
     validate,
@@ -149,7 +148,7 @@ def device_of(device: Device, plan: Plan | None = None) -> torch.device:
     if device is not None:
         device = torch.device(device)
     elif plan is not None and plan.chunks:
-        device = torch.device("cpu" if plan.chunks[0].transport == Transport.GLOO else "cuda")
+        device = torch.device("cpu" if plan.chunks[0].transport.traits.on_cpu else "cuda")
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and device.index is None:

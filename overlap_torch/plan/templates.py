@@ -78,7 +78,7 @@ def row_panels(
     transport = _transport(transport, kernel, room, max_ctas)
     shape = _shape(kernel, transport, tile)
     levels = collective == Collective.HIERARCHICAL
-    owned = (transport == Transport.PEER and not levels) or collective == Collective.STRIPES
+    owned = (transport.traits.maps_memory and not levels) or collective == Collective.STRIPES
     parts = problem.world_size if owned else problem.row_parts
     whole_clusters = problem.traits.gathers or owned
     grain = shape.cluster_m // (1 if whole_clusters else math.gcd(shape.cluster_m, parts))
@@ -267,7 +267,7 @@ def _transport(
 
 def _shape(kernel: Kernel, transport: Transport, tile: tuple[int, int] | None) -> _plan.KernelShape:
     if tile is None:
-        return _plan.kernel_shape(kernel, transport == Transport.GLOO)
+        return _plan.kernel_shape(kernel, transport.traits.on_cpu)
     if min(tile) < 1:
         raise ValueError(f"tile is {tile}, allowed are two numbers of 1 or more")
     own = _plan.kernel_shape(kernel, False)

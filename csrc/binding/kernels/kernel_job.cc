@@ -35,10 +35,9 @@ KernelJob::KernelJob(const std::vector<int64_t>& code, at::Device device, const 
   TORCH_CHECK_VALUE(plan_.problem.world_size == group_->world_size(),
                     "overlap_torch: the plan is for ", plan_.problem.world_size,
                     " ranks, but group '", group_->name(), "' has ", group_->world_size());
-  TORCH_CHECK_VALUE(device_.is_cpu() == (plan_.chunks[0].transport == plan::Transport::kGloo) ||
-                        group_->world_size() == 1,
-                    "overlap_torch: the plan's chunks travel by ",
-                    plan::name(plan_.chunks[0].transport), ", but the job is on ", device_,
+  TORCH_CHECK_VALUE(device_.is_cpu() == plan_.transport().on_cpu || group_->world_size() == 1,
+                    "overlap_torch: the plan's chunks travel by ", plan_.transport().name,
+                    ", but the job is on ", device_,
                     ": take gloo on CPU, and nccl or peer on CUDA");
   if (plan_.problem.traits().rows_by_rank) {
     check_counts("send_rows", job_.send_rows, *group_);

@@ -222,7 +222,7 @@ void GroupEntry::set_plan(const plan::Plan& plan, at::DeviceType device, bool by
               plan.problem.world_size, " ranks, but group '", name_, "' has ", world_size_);
   plan::validate(plan);
   for (const plan::Chunk& chunk : plan.chunks) {
-    const bool fits = (device == at::kCPU) == (chunk.transport == plan::Transport::kGloo);
+    const bool fits = (device == at::kCPU) == plan::traits(chunk.transport).on_cpu;
     TORCH_CHECK(fits, "overlap_torch: the plan's transport is ", plan::name(chunk.transport),
                 ", which does not work on ", c10::DeviceTypeName(device, true), " tensors; use ",
                 device == at::kCPU ? "gloo" : "nccl or peer");

@@ -65,7 +65,13 @@ void bind_enums(py::module_& m) {
           "Scaled operands are taken.");
   bind_enum<Kernel>(m).def_property_readonly(
       "traits", [](Kernel kernel) { return traits(kernel); }, "The kernel's abilities.");
-  bind_enum<Transport>(m);
+  py::class_<TransportTraits>(m, "TransportTraits", "The abilities of a transport.")
+      .def_readonly("on_cpu", &TransportTraits::on_cpu, "The host's memory travels.")
+      .def_readonly("maps_memory", &TransportTraits::maps_memory,
+                    "Ranks store into each other's memory.");
+  bind_enum<Transport>(m).def_property_readonly(
+      "traits", [](Transport transport) { return traits(transport); },
+      "The transport's abilities.");
   bind_enum<Collective>(m);
   bind_enum<Layout>(m);
   bind_enum<Memory>(m);

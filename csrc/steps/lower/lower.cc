@@ -112,8 +112,8 @@ bool communicates_in_place(const plan::Plan& plan) {
 }
 
 bool takes_by_default(const plan::Plan& plan) {
-  const bool on_cpu = plan.chunks[0].transport == plan::Transport::kGloo;
-  return plan.kernel != plan::Kernel::kLibrary || (on_cpu && plan.layout == plan::Layout::kPacked);
+  return plan.kernel != plan::Kernel::kLibrary ||
+         (plan.transport().on_cpu && plan.layout == plan::Layout::kPacked);
 }
 
 namespace {

@@ -109,7 +109,7 @@ std::optional<Fault> find_fault_in_a_row(const Ranks& ranks, const std::vector<S
 
 plan::Machine usual_machine(const plan::Plan& plan) {
   plan::Machine machine;
-  if (!plan.chunks.empty() && plan.chunks[0].transport == plan::Transport::kGloo) return machine;
+  if (plan.transport().on_cpu) return machine;
   machine.arch = 90;
   machine.sm_count = 132;
   machine.sm_gflops = 5600.0;
