@@ -47,6 +47,7 @@ from overlap_torch._layers.linear import (
     row,
     row_sequence,
 )
+from overlap_torch._layers.maps import let_compile
 from overlap_torch._layers.meshes import check_mesh, note_mesh
 from overlap_torch._layers.placements import (
     add_bias,
@@ -59,7 +60,6 @@ from overlap_torch._layers.placements import (
     to_local,
 )
 from overlap_torch._layers.prepare import GatheredReader, OverlapPrepareModuleInput
-from overlap_torch._layers.sequence import let_compile
 from overlap_torch._ops.dtensor import make_ops_known
 from overlap_torch._ops.nested import check_input
 from overlap_torch._watch.report import note_call, note_fallback, note_foreign

@@ -11,27 +11,18 @@ the gather. Scales of rows travel with their rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import ScalingType
 
+from overlap_torch._layers.maps import Plain
 from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
-from overlap_torch._ops.collectives import start_reduce_scatter, wait
-from overlap_torch._ops.gradients import (
-    Gradient,
-    in_one,
-    in_parts,
-    kept,
-    of_each,
-    one_after_the_other,
-    recorded,
-    rows,
-    weight_gradient,
-)
+from overlap_torch._ops.collectives import wait
+from overlap_torch._ops.gradients import rows, weight_gradient
 
 _SMALLEST = 1e-12  # lower bound of the largest number: zeros have a scale, too
 
@@ -117,8 +108,8 @@ class Scaled(NamedTuple):
     def by_rows(self) -> bool:
         return self.scale.dim() > 1
 
-    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        return (self.values.float() * self.scale).to(dtype)
+
+Operand = Scaled | torch.Tensor
 
 
 def scaled(tensor: torch.Tensor, cast: Cast, recipe: Recipe, group: str | None = None) -> Scaled:
@@ -143,216 +134,134 @@ def scaled(tensor: torch.Tensor, cast: Cast, recipe: Recipe, group: str | None =
     return Scaled(values, factor.reciprocal())
 
 
-def _together(
-    input: Scaled, weights: Sequence[Scaled], dtype: torch.dtype, fast_accum: bool
-) -> tuple[Scaled, list[Scaled], dict[str, Any]]:
-    """The operands of one op, and its keywords beside scales: if one operand has scales of rows, all have."""
-    operands, recipe = [input, *weights], ScalingType.TensorWise
-    if any(operand.by_rows for operand in operands):
-        recipe = ScalingType.RowWise
-        operands = [
-            each
-            if each.by_rows
-            else Scaled(each.values, each.scale.expand(*each.values.shape[:-1], 1))
-            for each in operands
-        ]
-    recipes = {"recipe_input": recipe, "recipe_weight": recipe}
-    how = {**recipes, "output_dtype": dtype, "use_fast_accum": fast_accum}
-    return operands[0], operands[1:], how
+class Fp8(Plain):
+    """The policy of a call with GEMMs in fp8. Operands are padded; ``recipe`` and ``dtype`` are given."""
 
+    __slots__ = ()
 
-def _local(
-    input: Scaled, weight: Scaled, bias: torch.Tensor | None, dtype: torch.dtype, fast_accum: bool
-) -> torch.Tensor:
-    x, (w,), how = _together(input, [weight], dtype, fast_accum)
-    how |= {name: recipe.value for name, recipe in how.items() if name.startswith("recipe")}
-    return torch.ops.overlap.scaled_linear(x.values, w.values, x.scale, w.scale, bias, **how)
-
-
-def _reduced(
-    op: Any, input: Scaled, weight: Scaled, bias: torch.Tensor | None, group: str, *how: Any
-) -> torch.Tensor:
-    """`gemm_allreduce` or `gemm_reducescatter`."""
-    x, (w,), how = _together(input, [weight], *how)
-    scales = {"scale_input": x.scale, "scale_weight": w.scale}
-    return op(x.values, w.values, bias, group=group, **scales, **how)
-
-
-def _gathered(
-    input: Scaled,
-    weights: Sequence[Scaled],
-    biases: Sequence[torch.Tensor | None],
-    group: str,
-    *how: Any,
-) -> tuple[list[torch.Tensor], Scaled]:
-    """`allgather_gemm` of several weights. One scale of the input is the same on all ranks."""
-    x, ws, how = _together(input, weights, *how)
-    how["shared_scale_input"] = how["recipe_input"] is ScalingType.TensorWise
-    scales = {"scale_input": x.scale, "scale_weight": [w.scale for w in ws]}
-    outputs, values, scale = allgather_gemm(
-        x.values, [w.values for w in ws], list(biases), group=group, **scales, **how
-    )
-    return outputs, Scaled(values, scale if input.by_rows else input.scale)
-
-
-class Map(NamedTuple):
-    """One of the four maps, and what a layer asks of it."""
-
-    recipe: Recipe
-    group: str
-    columns: bool  # N is cut, else K
-    sequence: bool  # tokens are cut
-    gathers: bool = False  # the gathered input is a result, too
-    reduces: bool = True  # the gradient of the columns' input is summed over the ranks
-
-
-def linears(
-    kind: Map,
-    input: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-) -> tuple[torch.Tensor, ...]:
-    """The map of padded operands: an output for each weight, and the gathered input if the map says so."""
-    with_bias, operands = in_one(weights, biases)
-    outputs = _Linear.apply(kind, with_bias, input, *operands)
-    return recorded(outputs, keeps_gradients=kind.sequence and not kind.columns)
-
-
-class _Linear(torch.autograd.Function):
-    """All four maps. Operands are padded; `weights_and_biases`: all weights, then the biases of those that have one."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        place: Map,
-        with_bias: Sequence[bool],
+    def column(
+        self,
         input: torch.Tensor,
-        *weights_and_biases: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        recipe, count = place.recipe, len(with_bias)
-        weights, biases = of_each(with_bias, weights_and_biases)
-        ctx.place, ctx.with_bias, ctx.dtype, ctx.kept = place, with_bias, input.dtype, None
-        needs_weights = any(ctx.needs_input_grad[3 : 3 + count])
-        gathering = place.columns and place.sequence
-        x = scaled(input, recipe.input, recipe, place.group if gathering else None)
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+    ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]]:
+        recipe = self.recipe
+        x = scaled(input, recipe.input, recipe, self.group if self.sequence else None)
         ws = [scaled(weight, recipe.weight, recipe) for weight in weights]
-        how = (input.dtype, recipe.fast_accum)
-        saved: tuple[torch.Tensor, ...] = (input,)
-        if gathering:
-            outputs, x = _gathered(x, ws, biases, place.group, *how)
-            saved = (x.values, x.scale)
-        elif place.columns:
-            pairs = zip(ws, biases, strict=True)
-            outputs = [_local(x, w, bias, *how) for w, bias in pairs]
-        else:
-            op = gemm_reducescatter if place.sequence else gemm_allreduce
-            outputs = [_reduced(op, x, ws[0], biases[0], place.group, *how)]
-        if not gathering and recipe.input_for_weight == recipe.input and not x.by_rows:
-            saved = (x.values, x.scale)  # half of the input's memory
-        ctx.save_for_backward(*weights, *(saved if needs_weights else ()))
-        ctx.set_materialize_grads(False)  # an unused output costs neither work nor communication
-        if not place.gathers:
-            return tuple(outputs)
-        gathered = x.dequantised(input.dtype)
-        if not ctx.needs_input_grad[2]:
-            ctx.mark_non_differentiable(gathered)
-        return (*outputs, gathered)
+        if self.sequence:
+            return self._gathered(x, ws, biases, recipe.fast_accum)
+        pairs = zip(ws, biases, strict=True)
+        outputs = [self._local(x, w, bias, recipe.fast_accum) for w, bias in pairs]
+        return outputs, self._saved(x, input)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Gradient) -> tuple[Gradient, ...]:
-        place, with_bias = ctx.place, ctx.with_bias
-        count = len(with_bias)
-        weights, inputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        output_grads = grads[:count]
-        gathered_grad = grads[count] if place.gathers else None
-        _, _, needs_input, *needs = ctx.needs_input_grad
-        needs_weights, needs_biases = of_each(with_bias, needs)
-        used = [i for i in range(count) if output_grads[i] is not None]
+    def result(self, saved: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._dequantised(Scaled(*saved))
 
-        summed = None
-        if gathered_grad is not None and needs_input:
-            summed = start_reduce_scatter(gathered_grad, place.group)
-        grad_input = made = None
-        if used:
-            grad, weight = one_after_the_other(
-                [output_grads[i] for i in used], [weights[i] for i in used]
-            )
-            wanted = any(needs_weights[i] for i in used)
-            grad_input, made = _backward(ctx, grad, weight, inputs, needs_input, wanted)
-        if summed is not None:
-            grad_input = wait(summed) if grad_input is None else grad_input + wait(summed)
-        grad_biases = [
-            rows(output_grads[i]).sum(0) if needs_biases[i] and i in used else None
-            for i in range(count)
-            if with_bias[i]
-        ]
-        return None, None, grad_input, *in_parts(made, output_grads, needs_weights), *grad_biases
+    def row(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        recipe = self.recipe
+        x, w = scaled(input, recipe.input, recipe), scaled(weight, recipe.weight, recipe)
+        output = self._reduced(x, w, bias, recipe.fast_accum)
+        return output, self._saved(x, input)
 
+    def row_input(self, saved: Sequence[torch.Tensor]) -> Operand:
+        return saved[0] if len(saved) == 1 else Scaled(*saved)
 
-def _backward(
-    ctx: Any,
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    inputs: Sequence[torch.Tensor],
-    needs_input: bool,
-    needs_weight: bool,
-) -> tuple[Gradient, Gradient]:
-    """Gradients of input and weight, for all weights one after the other."""
-    place, recipe, dtype = ctx.place, ctx.place.recipe, ctx.dtype
-    how = (dtype, recipe.fast_accum_grad)
-    gathering = not place.columns and place.sequence
-    whole: torch.Tensor | Scaled = grad
-    grad_input = None
-    gathered = None if needs_input else kept(ctx, grad)
-    if gathered is not None:
-        whole = gathered
-    elif needs_input or gathering:
-        g = scaled(grad, recipe.grad, recipe, place.group if gathering else None)
+    def column_input(self, saved: Sequence[torch.Tensor], again: bool) -> Callable[[], Operand]:
+        return partial(self.row_input, saved)
+
+    def column_gradient(
+        self, grad: torch.Tensor, weight: torch.Tensor, reduces: bool, padding: int
+    ) -> tuple[torch.Tensor, Operand]:
+        recipe = self.recipe
+        g = scaled(grad, recipe.grad, recipe)
+        w = scaled(weight.t(), recipe.weight_for_grad, recipe)
+        product = self._reduced if reduces else self._local
+        grad_input = product(g, w, None, recipe.fast_accum_grad)
+        serves_both = not g.by_rows and recipe.grad_for_weight == recipe.grad
+        return grad_input, g if serves_both else grad
+
+    def row_gradient(
+        self, grad: torch.Tensor, weight: torch.Tensor, needs_input: bool, again: bool
+    ) -> tuple[torch.Tensor | None, Operand]:
+        if not self.sequence:
+            return self.column_gradient(grad, weight, False, 0) if needs_input else (None, grad)
+        recipe = self.recipe
+        g = scaled(grad, recipe.grad, recipe, self.group)
         transposed = weight.t() if needs_input else weight.t()[:0]
         w = scaled(transposed, recipe.weight_for_grad, recipe)
-        if gathering:
-            (grad_input,), whole = _gathered(g, [w], [None], place.group, *how)
-            if not needs_input:
-                grad_input = None
-            elif inputs and not needs_weight:  # whose gradient is wanted later
-                ctx.kept = grad, whole
-        elif place.columns and place.reduces:
-            op = gemm_reducescatter if place.sequence else gemm_allreduce
-            grad_input = _reduced(op, g, w, None, place.group, *how)
-        else:
-            grad_input = _local(g, w, None, *how)
-        if not gathering and not g.by_rows and recipe.grad_for_weight == recipe.grad:
-            whole = g  # serves both
-    if not needs_weight:
-        return grad_input, None
-    input = inputs[0] if len(inputs) == 1 else Scaled(*inputs)
-    return grad_input, _weight_gradient(whole, input, recipe, dtype)
+        (grad_input,), read = self._gathered(g, [w], [None], recipe.fast_accum_grad)
+        return grad_input if needs_input else None, read
 
+    def weight_gradient(self, grad: Operand, input: Operand) -> torch.Tensor:
+        """[..., N], [..., K] -> [N, K], summed over the rows."""
+        recipe = self.recipe
+        if recipe.grad_for_weight is None or recipe.input_for_weight is None:
+            return weight_gradient(self._dequantised(grad), self._dequantised(input))
+        g = self._along_rows(grad, recipe.grad_for_weight)
+        x = self._along_rows(input, recipe.input_for_weight)
+        return self._local(g, x, None, recipe.fast_accum_weight)
 
-def _weight_gradient(
-    grad: torch.Tensor | Scaled, input: torch.Tensor | Scaled, recipe: Recipe, dtype: torch.dtype
-) -> torch.Tensor:
-    """[..., N], [..., K] -> [N, K], summed over the rows."""
-    if recipe.grad_for_weight is None or recipe.input_for_weight is None:
-        return weight_gradient(_plain(grad, dtype), _plain(input, dtype))
-    return _local(
-        _along_rows(grad, recipe.grad_for_weight, recipe, dtype),
-        _along_rows(input, recipe.input_for_weight, recipe, dtype),
-        None,
-        dtype,
-        recipe.fast_accum_weight,
-    )
+    def _saved(self, x: Scaled, input: torch.Tensor) -> Sequence[torch.Tensor]:
+        serves_both = not x.by_rows and self.recipe.input_for_weight == self.recipe.input
+        return x if serves_both else (input,)  # the cast is half of the input's memory
 
+    def _dequantised(self, read: Operand) -> torch.Tensor:
+        if not isinstance(read, Scaled):
+            return read
+        return (read.values.float() * read.scale).to(self.dtype)
 
-def _plain(operand: torch.Tensor | Scaled, dtype: torch.dtype) -> torch.Tensor:
-    return operand.dequantised(dtype) if isinstance(operand, Scaled) else operand
+    def _along_rows(self, operand: Operand, cast: Cast) -> Scaled:
+        """[..., C] -> fp8 [C, rows], for a GEMM that sums over the rows."""
+        if isinstance(operand, Scaled) and not operand.by_rows and not cast.by_rows:
+            return Scaled(rows(operand.values).t(), operand.scale)
+        return scaled(rows(self._dequantised(operand)).t(), cast, self.recipe)
 
+    def _together(
+        self, input: Scaled, weights: Sequence[Scaled], fast_accum: bool
+    ) -> tuple[Scaled, list[Scaled], dict[str, Any]]:
+        """The operands of one op, and its keywords beside scales: if one operand has scales of rows, all have."""
+        operands, recipe = [input, *weights], ScalingType.TensorWise
+        if any(operand.by_rows for operand in operands):
+            recipe = ScalingType.RowWise
+            operands = [
+                each
+                if each.by_rows
+                else Scaled(each.values, each.scale.expand(*each.values.shape[:-1], 1))
+                for each in operands
+            ]
+        recipes = {"recipe_input": recipe, "recipe_weight": recipe}
+        how = {**recipes, "output_dtype": self.dtype, "use_fast_accum": fast_accum}
+        return operands[0], operands[1:], how
 
-def _along_rows(
-    operand: torch.Tensor | Scaled, cast: Cast, recipe: Recipe, dtype: torch.dtype
-) -> Scaled:
-    """[..., C] -> fp8 [C, rows], for a GEMM that sums over the rows."""
-    if isinstance(operand, Scaled) and not operand.by_rows and not cast.by_rows:
-        return Scaled(rows(operand.values).t(), operand.scale)
-    return scaled(rows(_plain(operand, dtype)).t(), cast, recipe)
+    def _local(
+        self, input: Scaled, weight: Scaled, bias: torch.Tensor | None, fast_accum: bool
+    ) -> torch.Tensor:
+        x, (w,), how = self._together(input, [weight], fast_accum)
+        how |= {name: recipe.value for name, recipe in how.items() if name.startswith("recipe")}
+        return torch.ops.overlap.scaled_linear(x.values, w.values, x.scale, w.scale, bias, **how)
+
+    def _reduced(
+        self, input: Scaled, weight: Scaled, bias: torch.Tensor | None, fast_accum: bool
+    ) -> torch.Tensor:
+        op = gemm_reducescatter if self.sequence else gemm_allreduce
+        x, (w,), how = self._together(input, [weight], fast_accum)
+        scales = {"scale_input": x.scale, "scale_weight": w.scale}
+        return op(x.values, w.values, bias, group=self.group, **scales, **how)
+
+    def _gathered(
+        self,
+        input: Scaled,
+        weights: Sequence[Scaled],
+        biases: Sequence[torch.Tensor | None],
+        fast_accum: bool,
+    ) -> tuple[list[torch.Tensor], Scaled]:
+        """`allgather_gemm` of several weights. One scale of the input is the same on all ranks."""
+        x, ws, how = self._together(input, weights, fast_accum)
+        how["shared_scale_input"] = how["recipe_input"] is ScalingType.TensorWise
+        scales = {"scale_input": x.scale, "scale_weight": [w.scale for w in ws]}
+        outputs, values, scale = allgather_gemm(
+            x.values, [w.values for w in ws], list(biases), group=self.group, **scales, **how
+        )
+        return outputs, Scaled(values, scale if input.by_rows else input.scale)

@@ -18,21 +18,12 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from overlap_torch._layers import fp8
-from overlap_torch._layers.fp8 import Map, Recipe
-from overlap_torch._layers.sequence import gather_linears, scatter_linear
+from overlap_torch._layers import maps
+from overlap_torch._layers.fp8 import Fp8, Recipe
+from overlap_torch._layers.maps import Plain, TransformedColumn
 from overlap_torch._layers.sharding import SumGradient, cut_end, pad_end, shard_range
 from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
-from overlap_torch._ops.gradients import (
-    Gradient,
-    TransformedFunction,
-    in_parts,
-    recorded,
-    rows,
-    side_by_side,
-    transforms_are_active,
-    weight_gradient,
-)
+from overlap_torch._ops.gradients import recorded, transforms_are_active
 
 
 class Place(NamedTuple):
@@ -66,18 +57,19 @@ def columns(
     reduces = reduces and place.world_size > 1
     if place.recipe is not None:
         # Every rank's GEMM of the gradient must have the same size.
-        how = Map(place.recipe, place.group, columns=True, sequence=False, reduces=reduces)
-        outputs = fp8.linears(how, *_cast(input, *_padded(layers)))
+        input, weights, biases = _cast(input, *_padded(layers))
+        by = _fp8(place, input, sequence=False, reduces=reduces)
+        outputs = maps.column(by, input, weights, biases)
         pairs = zip(outputs, layers, strict=True)
         return [cut_end(output, -1, layer.padding) for output, layer in pairs]
     # Here only the innermost of torch.func's levels knows if the input needs a gradient.
     records = input.requires_grad and torch.is_grad_enabled()
     if not reduces or not (records or transforms_are_active()):
         return [functional.linear(input, weight, bias) for weight, bias, _ in layers]
-    weights, biases = [one.weight for one in layers], [one.bias for one in layers]
-    paddings = [one.padding for one in layers]
+    weights, biases, paddings = zip(*layers, strict=True)
+    by = Plain(place.group, False, paddings=paddings)
     operands = as_under_autocast(input, *weights, *biases)
-    return recorded(_Columns.apply(place.group, paddings, *operands))
+    return recorded(TransformedColumn.apply(by, *operands))
 
 
 def columns_sequence(
@@ -100,10 +92,10 @@ def columns_sequence(
     input = pad_end(input, at, -(-tokens // world_size) - input.shape[at])
     input, weights, biases = _cast(input, *_padded(layers))
     if recipe is not None:
-        how = Map(recipe, group, columns=True, sequence=True, gathers=keeps)
-        results = fp8.linears(how, input, weights, biases)
+        by = _fp8(place, input, sequence=True, gathers=keeps)
+        results = maps.column(by, input, weights, biases)
     elif keeps and (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        results = gather_linears(group, dim, input, weights, biases)
+        results = maps.gather_linears(group, dim, input, *weights, *biases)
     elif len(layers) == 1 and not keeps:  # the op of one weight takes the host less
         results = [allgather_gemm(input, weights[0], biases[0], dim=dim, group=group)[0]]
     else:
@@ -124,8 +116,8 @@ def row(input: torch.Tensor, operands: Operands, place: Place) -> torch.Tensor:
     input, weight = pad_end(input, -1, padding), pad_end(weight, -1, padding)
     if place.recipe is None:
         return gemm_allreduce(input, weight, bias, group=place.group)
-    how = Map(place.recipe, place.group, columns=False, sequence=False)
-    return fp8.linears(how, *_cast(input, [weight], [bias]))[0]
+    input, weight, bias = as_under_autocast(input, weight, bias)
+    return maps.row(_fp8(place, input, sequence=False), input, weight, bias)
 
 
 def row_sequence(
@@ -139,20 +131,27 @@ def row_sequence(
     (weight, bias, padding), (group, world_size, rank, recipe) = operands, place
     at = dim if recipe is None else 0
     tokens = input.shape[dim]
-    input = pad_end(pad_end(_moved(input, dim, at), -1, padding), at, -tokens % world_size)
+    if at != dim:
+        input = input.movedim(dim, at)
+    input = pad_end(pad_end(input, -1, padding), at, -tokens % world_size)
     weight = pad_end(weight, -1, padding)
     by_rows = keeps and recipe is None and bias is not None and bias.requires_grad
     if by_rows and (input.requires_grad or weight.requires_grad):
-        output = scatter_linear(group, dim, *as_under_autocast(input, weight, bias))
+        output = maps.scatter_linear(group, dim, *as_under_autocast(input, weight, bias))
     else:
         bias = None if bias is None else SumGradient.apply(bias, group)
         if recipe is None:
             output = gemm_reducescatter(input, weight, bias, dim=dim, group=group)
         else:
-            how = Map(recipe, group, columns=False, sequence=True)
-            (output,) = fp8.linears(how, *_cast(input, [weight], [bias]))
+            input, weight, bias = as_under_autocast(input, weight, bias)
+            output = maps.row(_fp8(place, input, sequence=True), input, weight, bias)
     _, size = shard_range(tokens, world_size, rank)
-    return _moved(cut_end(output, at, output.shape[at] - size), at, dim).contiguous()
+    output = cut_end(output, at, output.shape[at] - size)
+    return (output if at == dim else output.movedim(at, dim)).contiguous()
+
+
+def _fp8(place: Place, input: torch.Tensor, **flags: bool) -> Fp8:
+    return Fp8(place.group, recipe=place.recipe, dtype=input.dtype, **flags)
 
 
 def _moved(tensor: torch.Tensor, dim: int, to: int) -> torch.Tensor:
@@ -173,75 +172,6 @@ def _cast(
     """The operands as under autocast."""
     input, *others = as_under_autocast(input, *weights, *biases)
     return input, others[: len(weights)], others[len(weights) :]
-
-
-class _Columns(TransformedFunction):
-    """`functional.linear` of a replicated input by several weights; the input's gradient is summed over the ranks.
-
-    Their gradients are parts of those of one weight, all of them one after the other.
-    """
-
-    @staticmethod
-    def forward(
-        group: str, paddings: Sequence[int], input: torch.Tensor, *weights_and_biases: Gradient
-    ) -> tuple[torch.Tensor, ...]:
-        """``weights_and_biases``: all weights, then a bias or None for each."""
-        count, operands = len(paddings), weights_and_biases
-        return tuple(
-            [functional.linear(input, operands[i], operands[count + i]) for i in range(count)]
-        )
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.group, ctx.paddings, input, *operands = inputs
-        count, needs = len(output), ctx.needs_input_grad
-        ctx.save_for_backward(
-            input if any(needs[3 : 3 + count]) else None,
-            *(operands[:count] if needs[2] else [None] * count),
-        )
-        # Dynamo refuses the call; it materializes gradients.
-        if count > 1 and not torch.compiler.is_compiling():
-            ctx.set_materialize_grads(False)  # an output that nobody used costs nothing
-
-    @staticmethod
-    def backward(ctx, *grads: Gradient) -> tuple[Gradient, ...]:
-        input, *weights = ctx.saved_tensors
-        count = len(grads)
-        used = [i for i in range(count) if grads[i] is not None]
-        _, _, needs_input, *needs = ctx.needs_input_grad
-        if not used:
-            return (None,) * (3 + 2 * count)
-        weight = None
-        if needs_input:
-            weight = weights[used[0]]
-            if len(used) > 1:
-                weight = torch.cat([weights[i] for i in used])
-        grad_input, grad_weight, grad_bias = _gradients(
-            side_by_side([grads[i] for i in used]),
-            input if any(needs[i] for i in used) else None,
-            weight,
-            any(needs[count + i] for i in used),
-            ctx.group,
-            sum(ctx.paddings[i] for i in used),
-        )
-        grad_weights = in_parts(grad_weight, grads, needs[:count])
-        return None, None, grad_input, *grad_weights, *in_parts(grad_bias, grads, needs[count:])
-
-
-def _gradients(
-    grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool, group: str, padding: int
-) -> tuple[Gradient, Gradient, Gradient]:
-    """The gradients of a replicated input, of a weight and of a bias: the first if the weight is given, the second if the
-    input is. They can be differentiated where gradients are recorded."""
-    grad_input = grad_weight = None
-    if weight is not None:
-        whole = pad_end(weight.t(), -1, padding)
-        grad_input = gemm_allreduce(pad_end(grad, -1, padding), whole, group=group)
-    if input is not None:
-        # The derivative of this rank's gradient by the replicated input is a part of a sum.
-        records = torch.is_grad_enabled() and not is_dynamo_compiling()
-        grad_weight = weight_gradient(grad, SumGradient.apply(input, group) if records else input)
-    return grad_input, grad_weight, rows(grad).sum(0) if with_bias else None
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

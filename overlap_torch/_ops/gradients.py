@@ -63,30 +63,6 @@ def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)
 
 
-def one_after_the_other(
-    grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients [..., N_i] and weights [N_i, K] as for one output: [..., N] and [N, K]."""
-    if len(grads) == 1:
-        return grads[0], weights[0]
-    return torch.cat(tuple(grads), dim=-1), torch.cat(tuple(weights))
-
-
-def of_each(with_bias: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Splits a Function's values, all weights' and then the existing biases', into two lists by weight."""
-    count = len(with_bias)
-    given = iter(values[count:])
-    return list(values[:count]), [next(given) if has_one else None for has_one in with_bias]
-
-
-def in_one(
-    weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
-) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
-    """A Function's values, all weights and then the existing biases, and which weights have one; `of_each` splits them."""
-    given = [bias for bias in biases if bias is not None]
-    return tuple(bias is not None for bias in biases), [*weights, *given]
-
-
 def in_parts(
     whole: Gradient, grads: Sequence[Gradient], needs: Sequence[bool]
 ) -> list[torch.Tensor | None]:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torchtitan.distributed import linear
 
+from overlap_torch._layers.maps import Plain, column_gradients, row_gradients
 from overlap_torch._ops import allgather_gemm, gemm_reducescatter
 from overlap_torch._ops.gradients import Gradient, rows, weight_gradient
-from overlap_torch.integrations._gradients import of_gathered_input, of_scattered_output
 
 
 @spmd_types.register_autograd_function
@@ -29,29 +29,15 @@ class AllGatherLinear(linear.AllGatherLinear):
         group_name: str,
     ) -> torch.Tensor:
         output, _ = allgather_gemm(x_shard_m, w_shard_n, bias_shard_n, group=group_name)
-        ctx.save_for_backward(x_shard_m, w_shard_n)
+        ctx.save_for_backward(w_shard_n, x_shard_m)
         ctx.group_name = group_name
         return output
 
     @staticmethod
     def backward(ctx, grad_y_shard_n: torch.Tensor) -> tuple[Gradient, ...]:
-        needs_bias = ctx.needs_input_grad[2]
-        grad_bias = rows(grad_y_shard_n).sum(0) if needs_bias else None
-        return *_gathered_gradients(ctx, grad_y_shard_n), grad_bias, None, None
-
-
-def _gathered_gradients(ctx, *grads: torch.Tensor) -> list[Gradient]:
-    """Gradients of the shard, and of each weight."""
-    shard, *weights = ctx.saved_tensors
-    needs_input, *needs = ctx.needs_input_grad[: 1 + len(weights)]
-    grad_shard, gathered = of_gathered_input(
-        grads, weights, shard, ctx.group_name, needs_input=needs_input, needs_weights=any(needs)
-    )
-    pairs = zip(grads, needs, strict=True)
-    return [
-        grad_shard,
-        *(weight_gradient(grad, gathered) if need else None for grad, need in pairs),
-    ]
+        by, needs = Plain(ctx.group_name, sequence=True), ctx.needs_input_grad[:3]
+        found = column_gradients(by, [grad_y_shard_n], ctx.saved_tensors, needs)
+        return *found, None, None
 
 
 @spmd_types.register_autograd_function
@@ -68,7 +54,7 @@ class AllGatherLinearMulti(linear.AllGatherLinearMulti):
         group_name: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, _ = allgather_gemm(x_shard_m, [wa_shard_n, wb_shard_n], group=group_name)
-        ctx.save_for_backward(x_shard_m, wa_shard_n, wb_shard_n)
+        ctx.save_for_backward(wa_shard_n, wb_shard_n, x_shard_m)
         ctx.group_name = group_name
         return outputs[0], outputs[1]
 
@@ -76,7 +62,10 @@ class AllGatherLinearMulti(linear.AllGatherLinearMulti):
     def backward(
         ctx, grad_ya_shard_n: torch.Tensor, grad_yb_shard_n: torch.Tensor
     ) -> tuple[Gradient, ...]:
-        return *_gathered_gradients(ctx, grad_ya_shard_n, grad_yb_shard_n), None, None
+        by, needs = Plain(ctx.group_name, sequence=True), (*ctx.needs_input_grad[:3], False, False)
+        grads = [grad_ya_shard_n, grad_yb_shard_n]
+        found = column_gradients(by, grads, ctx.saved_tensors, needs)
+        return *found[:3], None, None
 
 
 @spmd_types.register_autograd_function
@@ -93,32 +82,18 @@ class LinearReduceScatter(linear.LinearReduceScatter):
         group_name: str,
     ) -> torch.Tensor:
         output = gemm_reducescatter(x_shard_k, w_shard_k, bias, group=group_name)
-        ctx.save_for_backward(x_shard_k, w_shard_k)
+        ctx.save_for_backward(w_shard_k, x_shard_k)
         ctx.group, ctx.group_name = group, group_name
         return output
 
     @staticmethod
     def backward(ctx, grad_y_shard_m: torch.Tensor) -> tuple[Gradient, ...]:
-        input, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
-        grad_input, gathered = of_scattered_output(
-            grad_y_shard_m,
-            weight,
-            ctx.group_name,
-            needs_input=needs_input,
-            needs_weight=needs_weight,
-        )
-        grad_bias = None
-        if needs_bias:
-            grad_bias = rows(grad_y_shard_m).sum(0)
+        by = Plain(ctx.group_name, sequence=True, weight_gradient=_summed_in_float32)
+        needs = ctx.needs_input_grad[:3]
+        (*found, grad_bias), _ = row_gradients(by, grad_y_shard_m, ctx.saved_tensors, needs)
+        if grad_bias is not None:
             dist.all_reduce(grad_bias, group=ctx.group)
-        return (
-            grad_input,
-            _summed_in_float32(gathered, input) if needs_weight else None,
-            grad_bias,
-            None,
-            None,
-        )
+        return *found, grad_bias, None, None
 
 
 def _summed_in_float32(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:

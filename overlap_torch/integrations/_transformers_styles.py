@@ -15,10 +15,10 @@ from transformers.distributed.tensor_parallel import (
     TensorParallelLayer,
 )
 
+from overlap_torch._layers.maps import let_compile
 from overlap_torch._layers.meshes import check_mesh, note_mesh
 from overlap_torch._layers.placements import from_local, local_parts, redistribute, to_local
 from overlap_torch._layers.prepare import OverlapPrepareModuleInput
-from overlap_torch._layers.sequence import let_compile
 from overlap_torch._layers.sharding import SumGradient, TakePart
 from overlap_torch._watch.report import note_fallback
 from overlap_torch.parallel import (

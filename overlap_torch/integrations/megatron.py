@@ -9,19 +9,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
+from overlap_torch._layers import maps
 from overlap_torch._layers.linear import as_under_autocast
-from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
+from overlap_torch._layers.maps import Plain
 from overlap_torch._ops.collectives import ANY_WORLD
-from overlap_torch._ops.gradients import Gradient, kept, recorded, rows, weight_gradient
+from overlap_torch._ops.gradients import rows
 from overlap_torch._watch.report import note_call, note_fallback
-from overlap_torch.integrations._gradients import of_gathered_input, of_scattered_output
 from overlap_torch.integrations._release import require
 
 require("megatron-core", ("0.19",), "megatron")
@@ -122,8 +120,9 @@ class OverlapColumnParallelLinear(_InGroup, layers.ColumnParallelLinear):
                 sequence_parallel=sequence_parallel,
                 **keywords,
             )
-        call = _Call.of(self, weight, sequence_parallel)
-        return recorded(_Column.apply(call, *as_under_autocast(input, weight, bias)))
+        by = _policy(self, weight, sequence_parallel)
+        input, weight, bias = as_under_autocast(input, weight, bias)
+        return maps.column(by, input, [weight], [bias])[0]
 
 
 class OverlapRowParallelLinear(_InGroup, layers.RowParallelLinear):
@@ -154,12 +153,9 @@ class OverlapRowParallelLinear(_InGroup, layers.RowParallelLinear):
             return super().forward(input_)
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        call = _Call.of(self, self.weight, self.sequence_parallel)
+        by = _policy(self, self.weight, self.sequence_parallel)
         bias = None if self.skip_bias_add else self.bias
-        output = recorded(
-            _Row.apply(call, *as_under_autocast(input_, self.weight, bias)),
-            keeps_gradients=self.sequence_parallel,
-        )
+        output = maps.row(by, *as_under_autocast(input_, self.weight, bias))
         return output, self.bias if self.skip_bias_add else None
 
 
@@ -325,120 +321,42 @@ def _why_not(layer: torch.nn.Module, weight: torch.Tensor) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A Function's arguments beside its operands."""
-
-    group: str
-    sequence_parallel: bool
-    # The parameter and its main_grad at forward; backward adds to it. None: backward returns the gradient.
-    accumulates: tuple[torch.Tensor, torch.Tensor | None] | None
-
-    @staticmethod
-    def of(layer: torch.nn.Module, weight: torch.Tensor, sequence_parallel: bool) -> _Call:
-        accumulates = None
-        if layer.gradient_accumulation_fusion and weight.requires_grad:
-            accumulates = weight, getattr(weight, "main_grad", None)
-        return _Call(layer.group, sequence_parallel, accumulates)
-
-    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor) -> Gradient:
-        """The weight's gradient [N, K] from [tokens, ..., N] and [tokens, ..., K]. If it was added to main_grad, the value
-        that Megatron's hooks expect."""
-        if self.accumulates is None:
-            return weight_gradient(grad, input)
-        weight, main_grad = self.accumulates
-        if main_grad is None:
-            raise RuntimeError(
-                "gradient_accumulation_fusion=True adds to weight.main_grad, but the weight had none in forward: wrap the model "
-                "in megatron.core.distributed.DistributedDataParallel, or set it to False"
-            )
-        weight.main_grad = main_grad
-        kernels = layers.fused_weight_gradient_mlp_cuda
-        if main_grad.dtype == torch.float32:
-            add = kernels.wgrad_gemm_accum_fp32
-        elif main_grad.dtype in (torch.float16, torch.bfloat16):
-            add = kernels.wgrad_gemm_accum_fp16
-        else:
-            raise RuntimeError(
-                "gradient_accumulation_fusion takes main_grad in float32, bfloat16 or float16, but it is "
-                f"{main_grad.dtype}"
-            )
-        add(rows(input).contiguous(), rows(grad).contiguous(), main_grad)
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        # Megatron's data-parallel hooks run when a gradient arrives. Nothing reads its values unless zeros are requested.
-        weight.grad_added_to_main_grad = True
-        make = input.new_zeros if getattr(weight, "zero_out_wgrad", False) else input.new_empty
-        return make(main_grad.shape)
+def _policy(layer: torch.nn.Module, weight: torch.Tensor, sequence_parallel: bool) -> Plain:
+    """How a call computes; Megatron sums a row's bias gradient over the ranks itself."""
+    if not layer.gradient_accumulation_fusion or not weight.requires_grad:
+        return Plain(layer.group, sequence_parallel)
+    add = functools.partial(_add_to_main_grad, weight, getattr(weight, "main_grad", None))
+    return Plain(layer.group, sequence_parallel, weight_gradient=add)
 
 
-class _Column(torch.autograd.Function):
-    """The column-parallel product, of the gathered input with sequence parallelism, else of a replicated input."""
-
-    @staticmethod
-    def forward(
-        ctx, call: _Call, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.call = call
-        ctx.save_for_backward(input, weight)
-        if call.sequence_parallel:
-            return allgather_gemm(input, weight, bias, group=call.group)[0]
-        return functional.linear(input, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[Gradient, ...]:
-        call: _Call = ctx.call
-        input, weight = ctx.saved_tensors
-        _, needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-        grad_input = None
-        if call.sequence_parallel:
-            grad_input, input = of_gathered_input(
-                [grad],
-                [weight],
-                input,
-                call.group,
-                needs_input=needs_input,
-                needs_weights=needs_weight,
-            )
-        elif needs_input:
-            grad_input = gemm_allreduce(grad, weight.t(), group=call.group)
-        return (
-            None,
-            grad_input,
-            call.weight_gradient(grad, input) if needs_weight else None,
-            rows(grad).sum(0) if needs_bias else None,
+def _add_to_main_grad(
+    weight: torch.nn.Parameter,
+    main_grad: torch.Tensor | None,
+    grad: torch.Tensor,
+    input: torch.Tensor,
+) -> torch.Tensor | None:
+    """Adds the weight's gradient, from [tokens, ..., N] and [tokens, ..., K], to the main_grad that the weight had in
+    forward. Returns the value that Megatron's hooks expect."""
+    if main_grad is None:
+        raise RuntimeError(
+            "gradient_accumulation_fusion=True adds to weight.main_grad, but the weight had none in forward: wrap the model "
+            "in megatron.core.distributed.DistributedDataParallel, or set it to False"
         )
-
-
-class _Row(torch.autograd.Function):
-    """The row-parallel product: its sum is scattered with sequence parallelism, else replicated."""
-
-    @staticmethod
-    def forward(
-        ctx, call: _Call, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.call, ctx.kept = call, None
-        ctx.save_for_backward(input, weight)
-        op = gemm_reducescatter if call.sequence_parallel else gemm_allreduce
-        return op(input, weight, bias, group=call.group)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[Gradient, ...]:
-        call: _Call = ctx.call
-        input, weight = ctx.saved_tensors
-        _, needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-        grad_bias = rows(grad).sum(0) if needs_bias else None
-        gathered = None if needs_input else kept(ctx, grad)
-        if gathered is not None:
-            grad_input, grad = None, gathered
-        elif call.sequence_parallel:
-            own = grad
-            grad_input, grad = of_scattered_output(
-                grad, weight, call.group, needs_input=needs_input, needs_weight=needs_weight
-            )
-            if weight.requires_grad and not needs_weight:  # it is wanted later
-                ctx.kept = own, grad
-        else:
-            grad_input = grad @ weight if needs_input else None
-        grad_weight = call.weight_gradient(grad, input) if needs_weight else None
-        return None, grad_input, grad_weight, grad_bias
+    weight.main_grad = main_grad
+    kernels = layers.fused_weight_gradient_mlp_cuda
+    if main_grad.dtype == torch.float32:
+        add = kernels.wgrad_gemm_accum_fp32
+    elif main_grad.dtype in (torch.float16, torch.bfloat16):
+        add = kernels.wgrad_gemm_accum_fp16
+    else:
+        raise RuntimeError(
+            "gradient_accumulation_fusion takes main_grad in float32, bfloat16 or float16, but it is "
+            f"{main_grad.dtype}"
+        )
+    add(rows(input).contiguous(), rows(grad).contiguous(), main_grad)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    # Megatron's data-parallel hooks run when a gradient arrives. Nothing reads its values unless zeros are requested.
+    weight.grad_added_to_main_grad = True
+    make = input.new_zeros if getattr(weight, "zero_out_wgrad", False) else input.new_empty
+    return make(main_grad.shape)
