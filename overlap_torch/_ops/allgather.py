@@ -152,17 +152,12 @@ def allgather_gemm(
 
     Gradients are in reverse mode, of any order. Backward keeps ``input`` and gathers it again, beside the
     :func:`overlap_torch.gemm_reducescatter` that makes its gradient; every rank has to run it. A gradient that reaches
-    ``g`` is reduce-scattered and added. Gradients of weights and biases are for this rank's parts. ``torch.func.grad``,
-    ``vjp``, ``jacrev`` and ``vmap`` work, too. ``vmap`` makes one call for each element of the batch, so all ranks need
-    batches of the same size.
+    ``g`` is reduce-scattered and added. Gradients of weights and biases are for this rank's parts. Transforms of ``torch.func``
+    and other errors are as in :func:`overlap_torch.gemm_allreduce`.
 
     Raises:
         ValueError: shapes or devices that do not fit, no such ``dim``, not one bias for each of several weights, or an unknown group.
-        TypeError: dtypes that do not fit, fp8 operands without scales, one bias tensor for a sequence of weights, or a ``group`` that is none of the above.
-        NotImplementedError: an operand has a tangent (forward mode), or a scaled operand requires grad: the layers of
-            :mod:`overlap_torch.nn` train in fp8.
-        RuntimeError: a problem's first call is inside a CUDA graph capture, or an earlier op failed after it had returned
-            (see :func:`overlap_torch.check`).
+        TypeError: one bias tensor for a sequence of weights.
 
     GEMM tiles wait for the arrival of their rows, as in Flux (arXiv 2406.06858).
     """

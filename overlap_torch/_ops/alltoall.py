@@ -76,17 +76,13 @@ def gemm_alltoall(
         accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
 
     Gradients are in reverse mode, of any order. Backward sends the gradient's rows back, and every rank has to take part. The
-    rest is local, so gradients of weight and bias are this rank's own. ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap``
-    work, too. ``vmap`` makes one call for each element of the batch, so all ranks need batches of the same size.
+    rest is local, so gradients of weight and bias are this rank's own. Transforms of ``torch.func`` and other errors are as in
+    :func:`overlap_torch.gemm_allreduce`.
 
     Raises:
         ValueError: counts that are not one for each rank, negative or do not add up to D0, shapes or devices that do
             not fit, or an unknown group.
-        TypeError: dtypes that do not fit, fp8 operands without scales, or a ``group`` that is none of the above.
-        NotImplementedError: an operand has a tangent (forward mode), or a scaled operand requires grad: the layers of
-            :mod:`overlap_torch.nn` train in fp8.
-        RuntimeError: a problem's first call is inside a CUDA graph capture, or an earlier op failed after it had returned
-            (see :func:`overlap_torch.check`). With ``OVERLAP_DEBUG=1`` also ranks that disagree about the counts.
+        RuntimeError: with ``OVERLAP_DEBUG=1`` also ranks that disagree about the counts.
     """
     operands = (input, weight, send_rows, recv_rows)
     if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:

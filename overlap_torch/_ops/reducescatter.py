@@ -72,20 +72,12 @@ def gemm_reducescatter(
 
     Gradients are in reverse mode, of any order. Backward is an :func:`overlap_torch.allgather_gemm` of the output's gradient,
     which every rank has to run; the gradients of ``input`` and ``weight`` share the gathered rows. The bias's gradient covers
-    this rank's rows; sum it over the group for the whole bias. ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it
-    too; ``vmap`` makes one call for each element of the batch, whose size must be equal on all ranks.
+    this rank's rows; sum it over the group for the whole bias. Transforms of ``torch.func``, other errors and the technique
+    are as in :func:`overlap_torch.gemm_allreduce`.
 
     Raises:
         ValueError: D0 is not divisible by the world size, no such ``dim``, shapes or devices do not fit, or an unknown
             ``invariance`` or group.
-        TypeError: dtypes that do not fit, fp8 operands without scales, or a ``group`` that is none of the above.
-        NotImplementedError: an operand has a tangent (forward mode), or a scaled operand requires grad: the layers of
-            :mod:`overlap_torch.nn` train in fp8.
-        RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
-            :func:`overlap_torch.check`).
-
-    The technique: GEMM tiles signal counters that communication waits for, FlashOverlap (arXiv 2504.19519) and Flux
-    (arXiv 2406.06858).
     """
     scales = (scale_input, scale_weight, recipe_input, recipe_weight)
     if scaled.no_scales("gemm_reducescatter", dim, *scales):
