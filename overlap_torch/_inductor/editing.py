@@ -6,6 +6,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -370,12 +371,10 @@ def forget_intermediate_sizes(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not aten.sym_size.int or node.args[0].op == "placeholder":
             continue
-        size = node.meta["val"]
-        editor = Editor(node, value(node.args[0]).fake_mode)
-        try:
+        known, size = None, node.meta["val"]
+        with suppress(NotFused), Editor(node, value(node.args[0]).fake_mode) as editor:
             known = editor.size(size.node.expr if isinstance(size, torch.SymInt) else as_expr(size))
-        except NotFused:
-            editor.undo()
+        if known is None:
             continue
         if isinstance(known, int):
             for user in list(node.users):
@@ -413,11 +412,14 @@ class Editor:
         self.made.append(node)
         return node
 
-    def undo(self) -> None:
-        """Removes the new nodes; nothing else reads them yet."""
-        for node in reversed(self.made):
-            self.graph.erase_node(node)
-        self.made.clear()
+    def __enter__(self) -> Editor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Removes the new nodes, which nothing else reads yet, if the op cannot be made."""
+        if kind is not None and issubclass(kind, NotFused):
+            for node in reversed(self.made):
+                self.graph.erase_node(node)
 
     def rearrange(self, node: Node, source: Layout, target: Layout) -> Node:
         """The node's tensor, whose layout is ``source``, in another layout."""

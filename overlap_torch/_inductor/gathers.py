@@ -101,12 +101,8 @@ def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> tuple[i
     inside = walk.plain(cast)
     _check_cast(inside, walk, readers, cast, shard)
     of_scales = scales.get(readers[0].gemm)
-    editor = Editor(gathers[0], value(gathers[0]).fake_mode)
-    try:
+    with Editor(gathers[0], value(gathers[0]).fake_mode) as editor:
         products, rest = _emit(editor, gather, readers, inside, walk, of_scales)
-    except NotFused:
-        editor.undo()
-        raise
     for reader, product in zip(readers, products, strict=True):
         reader.gemm.node.replace_all_uses_with(product)
         reader.gemm.node.graph.erase_node(reader.gemm.node)

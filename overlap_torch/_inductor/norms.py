@@ -74,11 +74,9 @@ def fuse_norm(total: Node) -> str | None:
     if norm is None or not _gains(last):
         return None
     result = norm.nodes[-1]
-    editor = Editor(result, value(result).fake_mode)
     try:
-        normed, added = emit(editor, summed, residual, norm, last)
+        normed, added = emit(result, summed, residual, norm, last)
     except NotFused:
-        editor.undo()
         return None
     result.replace_all_uses_with(normed)
     erase_unused(reversed(norm.nodes))
@@ -88,9 +86,16 @@ def fuse_norm(total: Node) -> str | None:
 
 
 def emit(
+    place: Node, summed: Summed, residual: Node | None, norm: Norm, last: Node
+) -> tuple[Node, Node]:
+    """The norm and the sum, in the shape of the sum, made before ``place``."""
+    with Editor(place, value(last).fake_mode) as editor:
+        return _emit(editor, summed, residual, norm, last)
+
+
+def _emit(
     editor: Editor, summed: Summed, residual: Node | None, norm: Norm, last: Node
 ) -> tuple[Node, Node]:
-    """The norm and the sum, in the shape of the sum."""
     rows = [editor.size(as_expr(size)) for size in value(summed.input).shape[:-1]]
     columns = editor.size(as_expr(value(last).shape[-1]))
     if residual is not None:

@@ -109,12 +109,8 @@ def fuse_reduction(
     reduction = _Reduction(collective, kind, group, world_size, ranks, result, waits)
     found = _producers(whole, layout, collective)
     _check(reduction, found.products)
-    editor = Editor(collective, value(collective).fake_mode)
-    try:
+    with Editor(collective, value(collective).fake_mode) as editor:
         output, bias_add, note = _emit(editor, reduction, found.products)
-    except NotFused:
-        editor.undo()
-        raise
     stand_for(output, collective)
     for node in (collective, *waits):
         node.replace_all_uses_with(output, delete_user_cb=lambda user: user not in waits)

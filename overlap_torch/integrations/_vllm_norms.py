@@ -16,7 +16,6 @@ from torch.fx import Graph, Node
 
 from overlap_torch._inductor import VERSION
 from overlap_torch._inductor.editing import (
-    Editor,
     NotFused,
     erase_unused,
     is_tensor,
@@ -62,12 +61,10 @@ def _fuse_one(norm: Node, group_of: Callable[[str], str]) -> bool:
         return False  # the sum without the residual is read, too, or vLLM's norm converts or expands the residual
     if not adds and weight.op != "placeholder":
         return False  # the op comes right after the sum
-    editor = Editor(norm if adds else total.next, value(total).fake_mode)
     how = Norm(weight, eps, 0.0, True, (norm,))
     try:
-        normed, added = emit(editor, summed, residual, how, total)
+        normed, added = emit(norm if adds else total.next, summed, residual, how, total)
     except NotFused:
-        editor.undo()
         return False
     if adds:
         results = list(norm.users)  # items of the pair
