@@ -40,7 +40,7 @@ def local_parts(
     weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """This rank's parts of a layer's parameters, as plain tensors. Plain tensors already are parts."""
-    if torch.compiler.is_compiling():  # it cannot trace how `_Whole` makes DTensors
+    if torch.compiler.is_compiling():  # it cannot trace how `_whole` makes DTensors
         traced = [to_local(one) if isinstance(one, DTensor) else one for one in (weight, bias)]
         return traced[0], traced[1]
     if not isinstance(weight, DTensor) or not (bias is None or isinstance(bias, DTensor)):
@@ -88,7 +88,7 @@ class _LocalParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        make_whole = _Whole.apply if torch.is_grad_enabled() else _whole
+        make_whole = _whole_again if torch.is_grad_enabled() else _whole
         return tuple(
             grad if grad is None else make_whole(grad, spec)
             for grad, spec in zip(grads, ctx.specs, strict=True)
@@ -104,19 +104,9 @@ def _whole(part: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(part.detach().contiguous(), copy.copy(spec), requires_grad=False)
 
 
-class _Whole(torch.autograd.Function):
-    """The DTensor of which every rank has a part: the reverse of `_LocalParts`."""
-
-    @staticmethod
-    def forward(ctx, part: torch.Tensor, spec: DTensorSpec) -> DTensor:
-        ctx.placements = spec.placements
-        return _whole(part, spec)
-
-    @staticmethod
-    def backward(ctx, grad: DTensor) -> tuple[torch.Tensor, None]:
-        if grad.placements != ctx.placements:
-            grad = grad.redistribute(placements=ctx.placements)
-        return _LocalParts.apply(grad, None)[0], None
+def _whole_again(part: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """`_whole` that can be differentiated."""
+    return _FromLocal.apply(part, spec.mesh, spec.placements, spec.shape)
 
 
 def local_rows(input: torch.Tensor, dim: int, world_size: int) -> tuple[torch.Tensor, int]:
