@@ -33,10 +33,7 @@ def from_mscclpp(path: str | Path, problem: Problem, *, chunks: int = 1, **how: 
     Args:
         path: an allreduce, allgather, reducescatter or alltoall of the protocol Simple or LL for the problem's number of
             ranks. Errors name switches and pipelines, which are not supported.
-        problem: a problem of the op with this collective. A chunk of the file is a run of rows.
-        chunks: the number of runs into which the rows are divided; each goes through the whole file as soon as it is
-            computed.
-        how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as in ``plan.programs.edit``.
+        problem, chunks, how: as in :func:`from_msccl`.
 
     Raises:
         ValueError: an unsupported or wrong operation, with its place in the file; or a plan that cannot run.
