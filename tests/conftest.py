@@ -3,9 +3,14 @@
 from collections import defaultdict
 
 import pytest
+from hypothesis import settings
 
 import rank_pool
 from grids import where_each_pair_meets
+
+# A machine that runs other work beside the tests is slow, which is no failure.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 _MARKERS = {
     "gpu": "needs a CUDA device",

@@ -48,7 +48,7 @@ def _placed(tensor: torch.Tensor, source: Layout, target: Layout) -> torch.Tenso
     return tensor.reshape([math.prod(int(atom.size) for atom in leaves(dim)) for dim in target])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(chains())
 def test_layouts_say_where_elements_are(chain):
     shape, steps = chain

@@ -316,7 +316,7 @@ def damaged_json(seed: int) -> str:
 def test_damaged_files_are_refused_or_right(tmp_path, kind, damage):
     """Nothing but ValueError comes out, and what is read has passed the proof."""
 
-    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=40, derandomize=True, database=None)
     @given(st.integers(0, 2**32))
     def check(seed):
         try:

@@ -29,7 +29,7 @@ from tests._plan_test import chunk_extent, chunk_rows
 from tests.steps_proof import PEERS, Case
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from([Op.GEMM_ALLREDUCE, *PARTED]),
     st.sampled_from(["nccl", "peer"]),
@@ -284,7 +284,7 @@ def problems_and_kernels(draw: st.DrawFn) -> tuple[Problem, Kernel]:
     return Problem(rows if any_rows else rows * world, n, k, dtype, world, op), kernel
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems_and_kernels())
 def test_plan_direct_is_one_chunk_without_fault(case: tuple[Problem, Kernel]) -> None:
     problem, kernel = case
