@@ -3,8 +3,8 @@
 from overlap_torch import plan as plans
 from overlap_torch.plan import Machine, Plan, Problem
 from overlap_torch.plan._library import parse_machine
-from overlap_torch.plan.templates import make_plan
-from overlap_torch.plan.types import DType, Op
+from overlap_torch.plan.templates import make_plan, make_sequential
+from overlap_torch.plan.types import DType, Op, Transport
 
 
 def hopper(**changes: object) -> Machine:
@@ -22,6 +22,11 @@ def hopper(**changes: object) -> Machine:
 
 def slow(**changes: object) -> Machine:
     return hopper(**{"link_gbps": 18.0, "link_latency_us": 60.0, **changes})
+
+
+def peers(**changes: object) -> Machine:
+    """H200s that map each other's memory."""
+    return hopper(**{"windows": True, "peer_gbps": 350.0, **changes})
 
 
 def ampere(**changes: object) -> Machine:
@@ -62,3 +67,23 @@ def checked_candidates(problem: Problem, machine: Machine) -> list[Plan]:
 
 def total(plan: Plan, machine: Machine) -> float:
     return plans.predict(plan, machine).total_us
+
+
+def gain(plan: Plan, machine: Machine) -> float:
+    """How many times as long the sequence takes."""
+    return total(make_sequential(plan.problem, machine), machine) / total(plan, machine)
+
+
+def over_peers(plan: Plan) -> bool:
+    return plan.chunks[0].transport == Transport.PEER
+
+
+# One on each side of the larger distinctions.
+KINDS = {
+    "peers": peers(),
+    "windows": hopper(windows=True),
+    "plain": hopper(),
+    "slow": slow(),
+    "ada": ada(),
+    "cpu": cpu(),
+}

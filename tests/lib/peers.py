@@ -13,7 +13,7 @@ from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case, in_layouts_of_rank
 from ops import OPS
 from overlap_torch.plan import Plan
 from overlap_torch.plan.templates import at_once, row_panels
-from overlap_torch.plan.types import Kernel, Transport
+from overlap_torch.plan.types import Kernel
 from plans import chunked_plan, stripes
 
 PEER_OPS = ["gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "allgather_gemm.weights"]
@@ -105,10 +105,6 @@ def fixed_counts(counts: list[list[int]] | None = None) -> Iterator[None]:
         yield
     finally:
         del op.counts
-
-
-def over_peers(plan: Plan) -> bool:
-    return plan.chunks[0].transport == Transport.PEER
 
 
 def skip_unless_it_runs(ranks, kernel: Kernel = Kernel.LIBRARY) -> None:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures, check_call, check_plan, message_of
+from machines import over_peers
 from operands import Case, rank_device, world_name
 from ops import OPS
 from overlap_torch import plan as plan_module
@@ -26,7 +27,6 @@ from peers import (
     check_other_layouts,
     has_bias,
     kernel_id,
-    over_peers,
     parameter_id,
     peer_case,
     peer_kernels,

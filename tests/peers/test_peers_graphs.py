@@ -13,6 +13,7 @@ import torch.distributed as dist
 import overlap_torch
 from captures import capture, refusal_of_capture
 from checks import Failures, check_call
+from machines import over_peers
 from operands import place, world_name
 from ops import OPS, tensors_of
 from overlap_torch import plan as plan_module
@@ -28,7 +29,6 @@ from peers import (
     fixed_counts,
     has_bias,
     kernel_id,
-    over_peers,
     peer_case,
     peer_kernels,
     peer_plan,

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import machines
 from machines import ada, big, cpu, hopper, slow, total
 from overlap_torch import _plan
 from overlap_torch import plan as plans
@@ -81,20 +82,10 @@ def check(timeline: Timeline, one_thread: bool = False) -> None:
     assert timeline.expected.total_us == max(free.values()) == free["caller"]
 
 
-MACHINES = {
-    "peers": hopper(windows=True, peer_gbps=350.0),
-    "windows": hopper(windows=True),
-    "plain": hopper(),
-    "slow": slow(),
-    "ada": ada(),
-    "cpu": cpu(),
-}
-
-
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", machines.KINDS)
 @pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
 def test_price_of_all_candidates_is_a_walk_that_ends_with_the_call(name: str, op: Op) -> None:
-    machine = MACHINES[name]
+    machine = machines.KINDS[name]
     shapes = [(8192, 8192, 7168), (4104, 4096, 1000), (512, 1024, 2048)]
     walked = 0
     for world, (m, n, k) in itertools.product((2, 3, 4, 8), shapes):
@@ -263,7 +254,7 @@ def test_price_on_cpu_calls_one_by_one_and_computes_by_the_tile(op: Op) -> None:
 # --- machines ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(ALL_KINDS),
     cuts,

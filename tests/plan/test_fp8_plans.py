@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 
+from machines import gain, over_peers
 from overlap_torch import plan as plans
 from overlap_torch.plan import Plan, Problem
 from overlap_torch.plan._explain import H200
-from overlap_torch.plan.templates import make_plan, make_sequential, row_panels
-from overlap_torch.plan.types import Collective, DType, Kernel, Op, Recipe, Schedule, Transport
+from overlap_torch.plan.templates import make_plan, row_panels
+from overlap_torch.plan.types import Collective, DType, Kernel, Op, Recipe, Schedule
 
 every_op = pytest.mark.parametrize("op", list(Op.__members__.values()), ids=lambda op: op.name)
 
@@ -47,10 +48,6 @@ def test_fp8_plans_are_sequential_on_cpu(op):
     assert make_plan(scaled(op), cpu) == found[0]
 
 
-def over_peers(plan: Plan) -> bool:
-    return plan.chunks[0].transport == Transport.PEER
-
-
 @every_op
 @pytest.mark.parametrize("peers", [False, True])
 @pytest.mark.parametrize("recipe", ["tensor_wise", "row_wise"])
@@ -84,14 +81,9 @@ def test_fp8_planner_takes_the_kernels_over_peers_with_fast_accumulation(m, nk, 
         assert plan.kernel in PINGPONG and over_peers(plan), problem
         # Between four ranks the shortest ones send all partial sums at once.
         assert plan.collective == Collective.RING or (world, m) == (4, 4096), problem
-        assert gain(plan) > (1.2 if world == 2 else 1.05), problem
+        assert gain(plan, H200) > (1.2 if world == 2 else 1.05), problem
     gather = Problem(m, *nk, "float8_e4m3fn", world, Op.ALLGATHER_GEMM, recipe, fast_accum=True)
     assert over_peers(make_plan(gather, H200)), gather
-
-
-def gain(plan: Plan) -> float:
-    sequence = make_sequential(plan.problem, H200)
-    return plans.predict(sequence, H200).total_us / plans.predict(plan, H200).total_us
 
 
 def test_fp8_planner_leaves_parts_whole_that_the_frameworks_gemm_of_blocks_does_not_take():
@@ -149,24 +141,20 @@ def test_fp8_plans_of_what_no_kernel_takes_are_the_librarys(op, changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "kernel", "message"),
+    ("changes", "way", "message"),
     [
         ({}, "sm90_cooperative", "float8_e4m3fn tensor_wise to bfloat16.*sm90_pingpong"),
         ({}, "sm80", "given float8_e4m3fn"),
         ({"recipe": Recipe.BLOCK_WISE}, "sm90_pingpong", "block_wise.*library"),
         ({"output_dtype": DType.FLOAT32}, "sm90_pingpong_wide", "to float32"),
         ({"fast_accum": False}, "sm90_pingpong", "without fast_accum.*use_fast_accum.*library"),
+        ({"recipe": Recipe.ROW_WISE}, "gloo", "scaled .*row_wise.* transport gloo.*sequential"),
     ],
 )
-def test_fp8_plans_of_kernels_that_do_not_take_them_are_refused(changes, kernel, message):
+def test_fp8_plans_of_ways_that_do_not_take_them_are_refused(changes, way, message):
     problem = scaled(Op.GEMM_ALLREDUCE, **{"fast_accum": True, **changes})
     with pytest.raises(ValueError, match=message):
-        row_panels(problem, 4, kernel=kernel)
-
-
-def test_fp8_plans_in_chunks_over_gloo_are_refused():
-    with pytest.raises(ValueError, match="scaled operands .*row_wise.* transport gloo.*sequential"):
-        row_panels(SCALED, 4, transport="gloo")
+        row_panels(problem, 4, **{"transport" if way == "gloo" else "kernel": way})
 
 
 @pytest.mark.parametrize(

@@ -3,25 +3,17 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from machines import ada, big, cpu, hopper, slow
+from machines import KINDS, big
 from overlap_torch import _plan
 from overlap_torch.plan import Machine, Plan
 from overlap_torch.plan.types import Kernel, Op, Resources
 from tests import _plan_test
 
-MACHINES = {
-    "peers": hopper(windows=True, peer_gbps=350.0),
-    "nccl": hopper(windows=True, peer_gbps=0.0),
-    "slow": slow(),
-    "ada": ada(),
-    "cpu": cpu(),
-}
 
-
-def steps(plan: Plan, rank: int, machine: Machine = MACHINES["peers"], **variant: object) -> dict:
+def steps(plan: Plan, rank: int, machine: Machine = KINDS["peers"], **variant: object) -> dict:
     def once(pairs: list[tuple[str, object]]) -> dict:
         assert len({name for name, _ in pairs}) == len(pairs), pairs
         return dict(pairs)
@@ -52,7 +44,7 @@ def test_plan_steps_stage_parts_between_multiples_of_16_bytes_outside_of_the_win
 
 
 def test_plan_steps_refuse_what_does_not_fit_the_plan() -> None:
-    plan = _plan.make_sequential(big(world_size=2), MACHINES["nccl"])
+    plan = _plan.make_sequential(big(world_size=2), KINDS["windows"])
     with pytest.raises(ValueError, match="rank 2 is not one of the plan's 2 ranks, 0 to 1"):
         steps(plan, 2)
     with pytest.raises(ValueError, match="send_rows has 2 counts; the plan's op takes none"):
@@ -64,7 +56,7 @@ def test_plan_steps_refuse_what_does_not_fit_the_plan() -> None:
     with pytest.raises(ValueError, match="some below 0; the plan's op takes one of 0 or more for"):
         steps(rows, 0, send_rows=[1, -1], receive_rows=[1, 1])
     gather = _plan.make_sequential(
-        big(world_size=2, op=Op.ALLGATHER_GEMM, m=4096, n=1024), MACHINES["nccl"]
+        big(world_size=2, op=Op.ALLGATHER_GEMM, m=4096, n=1024), KINDS["windows"]
     )
     with pytest.raises(ValueError, match="have 1016 columns together, and the plan's n is 1024"):
         steps(gather, 0, weights=[(512, True), (504, True)])
@@ -79,7 +71,7 @@ def test_plan_steps_say_what_they_wait_for() -> None:
         Resources(comm_sms=8),
         8,
     )
-    made = steps(plan, 0, MACHINES["nccl"], bias=True)["steps"]
+    made = steps(plan, 0, KINDS["windows"], bias=True)["steps"]
     assert [(one["lane"], one["step"], one["after"]) for one in made] == [
         ("caller", "fork", []),
         ("caller", "gemm", []),
@@ -99,10 +91,6 @@ def test_plan_steps_say_what_they_wait_for() -> None:
     for number, fields in ((1, gemm), (5, wait), (6, collective | places), (7, places)):
         assert made[number].items() >= fields.items()
     assert (made[1]["outputs"], made[7]["rows"]) == ([{"to": where | {"offset": 0}}], 2048)
-
-
-settings.register_profile("plan", deadline=None)
-settings.load_profile("plan")
 
 
 @st.composite

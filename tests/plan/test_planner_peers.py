@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from machines import ada, big, checked_candidates, hopper, slow, total
+from machines import ada, big, checked_candidates, hopper, over_peers, peers, slow, total
 from overlap_torch import plan as plans
 from overlap_torch.plan import Machine, Plan, Problem
 from overlap_torch.plan.templates import make_all_to_all, make_plan, make_sequential
@@ -28,15 +28,6 @@ TRAIN = [
 ]
 
 
-def fast(**changes: object) -> Machine:
-    """H200s that map each other's memory."""
-    return hopper(**{"windows": True, "peer_gbps": 350.0, **changes})
-
-
-def over_peers(plan: Plan) -> bool:
-    return plan.chunks[0].transport == Transport.PEER
-
-
 def in_one_step(plan: Plan) -> bool:
     """Over peers, with all partial sums sent at once, or all of the input."""
     gathers = (plan.collective, plan.schedule) == (Collective.ALL_GATHER, Schedule.SEQUENTIAL)
@@ -50,7 +41,7 @@ def in_phases(plan: Plan) -> bool:
 
 @pytest.mark.parametrize(("world", "m"), [(2, 1), (2, 138), (4, 16), (8, 16384)])
 def test_planner_overlaps_nothing_where_the_product_is_given(world: int, m: int) -> None:
-    plan = make_plan(big(m=m, k=0, world_size=world), fast())
+    plan = make_plan(big(m=m, k=0, world_size=world), peers())
     plan.validate()
     assert (plan.schedule, plan.kernel) == (Schedule.SEQUENTIAL, Kernel.LIBRARY)
     assert in_one_step(plan) == (m < 1024)
@@ -59,7 +50,7 @@ def test_planner_overlaps_nothing_where_the_product_is_given(world: int, m: int)
 @pytest.mark.parametrize(("op", "world", "m", "nk"), TRAIN, ids=str)
 def test_planner_takes_peers_at_training_sizes(op: Op, world: int, m: int, nk) -> None:
     problem = big(m=m, n=nk[0], k=nk[1], world_size=world, op=op)
-    plan = make_plan(problem, fast())
+    plan = make_plan(problem, peers())
     plan.validate()
     assert over_peers(plan)
     assert plan.schedule == Schedule.OVERLAPPED
@@ -67,7 +58,7 @@ def test_planner_takes_peers_at_training_sizes(op: Op, world: int, m: int, nk) -
     cool = op == Op.ALLGATHER_GEMM and short and nk[1] > 2048
     assert plan.kernel == (Kernel.SM90_COOPERATIVE if cool else Kernel.SM90_PINGPONG_WIDE)
     assert plan.collective == COLLECTIVES[op] or in_one_step(plan)
-    assert total(plan, fast()) < 0.97 * total(make_sequential(problem, fast()), fast()) - 8
+    assert total(plan, peers()) < 0.97 * total(make_sequential(problem, peers()), peers()) - 8
     if op == Op.GEMM_REDUCESCATTER or in_one_step(plan):
         assert len(plan.chunks) == 1
     # SMs are left to what waits beside the GEMM: for rows that arrive, and for chunks of a reduction.
@@ -78,19 +69,19 @@ def test_planner_takes_peers_at_training_sizes(op: Op, world: int, m: int, nk) -
 @every_op
 def test_planner_tries_phases_with_a_fast_link_between_peers_only(op: Op) -> None:
     cases = [
-        (big(op=op), fast(), True),
-        (big(op=op), fast(windows=False), True),
-        (big(op=op, world_size=8), fast(), True),
-        (big(op=op, dtype=DType.FLOAT16), fast(), True),
-        (big(op=op), fast(peer_gbps=0.0), False),
-        (big(op=op), fast(peer_gbps=50.0), False),
-        (big(op=op, world_size=16), fast(), False),
-        (big(op=op), fast(kernel_arch=80), False),
+        (big(op=op), peers(), True),
+        (big(op=op), peers(windows=False), True),
+        (big(op=op, world_size=8), peers(), True),
+        (big(op=op, dtype=DType.FLOAT16), peers(), True),
+        (big(op=op), peers(peer_gbps=0.0), False),
+        (big(op=op), peers(peer_gbps=50.0), False),
+        (big(op=op, world_size=16), peers(), False),
+        (big(op=op), peers(kernel_arch=80), False),
         (big(op=op), ada(peer_gbps=350.0), op == Op.ALLGATHER_GEMM),  # by copy engines
         (big(op=op), slow(peer_gbps=350.0), False),
-        (big(op=op, dtype=DType.FLOAT32), fast(), False),
-        (big(op=op, n=8190), fast(), False),
-        (big(op=op, k=7167), fast(), False),
+        (big(op=op, dtype=DType.FLOAT32), peers(), False),
+        (big(op=op, n=8190), peers(), False),
+        (big(op=op, k=7167), peers(), False),
     ]
     for problem, machine, tries in cases:
         found = plans.candidates(problem, machine)
@@ -101,10 +92,10 @@ def test_planner_tries_phases_with_a_fast_link_between_peers_only(op: Op) -> Non
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_planner_takes_phases_for_rows_that_are_no_equal_parts(world: int) -> None:
     # Parts of 16 tile rows, as those of 2048 rows have.
-    equal = make_plan(big(m=2048 * world, world_size=world), fast())
+    equal = make_plan(big(m=2048 * world, world_size=world), peers())
     assert in_phases(equal)
     for m in (2048 * world - 1, 2047 * world + 1, 1999 * world + 1):
-        plan = make_plan(big(m=m, world_size=world), fast())
+        plan = make_plan(big(m=m, world_size=world), peers())
         plan.validate()
         assert in_phases(plan)
         assert (plan.kernel, plan.chunks, plan.bands) == (equal.kernel, equal.chunks, equal.bands)
@@ -127,7 +118,7 @@ def test_planner_takes_phases_for_rows_that_are_no_equal_parts(world: int) -> No
 def test_planner_takes_peers_for_an_all_to_all(changes, kernel: Kernel, world: int) -> None:
     problem = big(op=Op.GEMM_ALLTOALL, world_size=world, **changes)
     for windows in (False, True):
-        machine = fast(windows=windows)
+        machine = peers(windows=windows)
         plan = make_plan(problem, machine)
         plan.validate()
         assert plans.candidates(problem, machine)[1:] == [plan]
@@ -146,7 +137,7 @@ def test_planner_takes_peers_for_an_all_to_all(changes, kernel: Kernel, world: i
 
 
 @pytest.mark.parametrize("op", list(Op.__members__.values()), ids=str)
-@pytest.mark.parametrize("machine", [fast(), fast(peer_gbps=0.0), slow()], ids=str)
+@pytest.mark.parametrize("machine", [peers(), peers(peer_gbps=0.0), slow()], ids=str)
 def test_planner_leaves_float64_on_gpus_to_the_composition(op, machine: Machine) -> None:
     problem = big(op=op, dtype=DType.FLOAT64)
     assert [one.schedule for one in plans.candidates(problem, machine)] == [Schedule.SEQUENTIAL]
@@ -156,15 +147,15 @@ def test_planner_leaves_float64_on_gpus_to_the_composition(op, machine: Machine)
 @pytest.mark.parametrize(
     ("changes", "machine", "ctas"),
     [
-        ({}, fast(peer_gbps=0.0), 24),
-        ({}, fast(peer_gbps=99.0), 24),
+        ({}, peers(peer_gbps=0.0), 24),
+        ({}, peers(peer_gbps=99.0), 24),
         ({}, slow(), 4),
         ({}, slow(peer_gbps=50.0), 4),
-        ({"n": 8190}, fast(), 24),
-        ({"n": 4095, "dtype": DType.FLOAT32}, fast(), 24),
-        ({"world_size": 4}, fast(peer_gbps=0.0), 16),
+        ({"n": 8190}, peers(), 24),
+        ({"n": 4095, "dtype": DType.FLOAT32}, peers(), 24),
+        ({"world_size": 4}, peers(peer_gbps=0.0), 16),
         ({"world_size": 4}, slow(), 4),
-        ({"world_size": 9}, fast(), 16),
+        ({"world_size": 9}, peers(), 16),
     ],
     ids=str,
 )
@@ -176,67 +167,46 @@ def test_planner_leaves_other_all_to_alls_to_nccl(changes, machine: Machine, cta
     assert (plan.resources.comm_sms, plan.chunks[0].max_ctas) == (ctas, ctas)
 
 
-def stores(
-    machine: Machine,
-    rank: int,
-    send_rows: list[int],
-    kernel: Kernel = Kernel.SM90_PINGPONG,
-    resources: plans.types.Resources | None = None,
-    **changes: object,
-) -> bool:
-    problem = big(op=Op.GEMM_ALLTOALL, world_size=len(send_rows), **changes)
-    plan = make_all_to_all(problem, kernel, resources, 0, Transport.PEER)
-    return _plan_test.stores_messages(plan, machine, rank, send_rows)
-
-
 @pytest.mark.parametrize(
-    ("k", "send_rows", "expected"),
+    ("once", "n", "k", "send_rows", "expected"),
     [
         # 64 tiles a tile row, on 132 SMs. Two launches of 16 rounds where the framework's one takes 31, and 67 MB that
         # are sent while tiles are computed rather than afterwards.
-        (7168, [4096, 4096], True),
-        (7168, [8192, 8192, 8192, 8192], True),
+        (False, 8192, 7168, [4096, 4096], True),
+        (False, 8192, 7168, [8192, 8192, 8192, 8192], True),
         # The other rank's rows, or the own, are most of them.
-        (7168, [16384, 4096], True),
-        (7168, [4096, 16384], True),
+        (False, 8192, 7168, [16384, 4096], True),
+        (False, 8192, 7168, [4096, 16384], True),
         # Sending takes longer than the launch that it hides behind: less is hidden, but nothing is lost.
-        (1024, [4096, 4096], True),
+        (False, 8192, 1024, [4096, 4096], True),
         # Hardly anything is computed: stores of a GEMM carry less than the kernel that only sends.
-        (8, [4096, 4096], False),
+        (False, 8192, 8, [4096, 4096], False),
         # Everything fits into one round: two launches take twice as long, and hide a message of 256 KiB.
-        (7168, [16, 16], False),
-        (7168, [128, 128], False),
-        (7168, [1, 1, 1, 1], False),
-    ],
-    ids=str,
-)
-def test_all_to_all_stores_many_rows_where_they_go(k, send_rows, expected) -> None:
-    for rank in range(len(send_rows)):
-        assert stores(fast(), rank, send_rows, k=k) == expected
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "send_rows", "expected"),
-    [
+        (False, 8192, 7168, [16, 16], False),
+        (False, 8192, 7168, [128, 128], False),
+        (False, 8192, 7168, [1, 1, 1, 1], False),
         # Measured on two H100s, in one launch over launches apart or the framework's: 1.18 to 1.28 of the gain.
-        (8192, 7168, [2048, 2048], True),
-        (8192, 7168, [1365, 2731], True),
-        (8192, 2048, [683, 1365], True),
-        (4096, 3584, [2048, 2048], True),
+        (True, 8192, 7168, [2048, 2048], True),
+        (True, 8192, 7168, [1365, 2731], True),
+        (True, 8192, 2048, [683, 1365], True),
+        (True, 4096, 3584, [2048, 2048], True),
         # 0.81: four rounds of tiles for what the framework's GEMM has three and a quarter of.
-        (8192, 7168, [341, 683], False),
+        (True, 8192, 7168, [341, 683], False),
         # One round of tiles, as the framework's, that takes longer.
-        (8192, 7168, [1, 1], False),
+        (True, 8192, 7168, [1, 1], False),
     ],
     ids=str,
 )
-def test_all_to_all_of_two_ranks_is_in_one_launch_where_that_was_faster(
-    n, k, send_rows, expected
+def test_all_to_all_stores_rows_where_they_go_where_that_was_faster(
+    once, n, k, send_rows, expected
 ) -> None:
-    once = plans.types.Resources(one_launch=True)
-    for rank in range(2):
-        kernel = Kernel.SM90_PINGPONG_WIDE
-        assert stores(fast(), rank, send_rows, kernel, once, n=n, k=k) == expected
+    """In launches apart, or at once in wide tiles."""
+    problem = big(op=Op.GEMM_ALLTOALL, world_size=len(send_rows), n=n, k=k)
+    kernel = Kernel.SM90_PINGPONG_WIDE if once else Kernel.SM90_PINGPONG
+    resources = plans.types.Resources(one_launch=True) if once else None
+    plan = make_all_to_all(problem, kernel, resources, 0, Transport.PEER)
+    for rank in range(len(send_rows)):
+        assert _plan_test.stores_messages(plan, peers(), rank, send_rows) == expected
 
 
 @pytest.mark.parametrize(
@@ -273,13 +243,13 @@ def test_all_to_all_of_two_ranks_computes_apart_where_that_was_faster(shape, apa
 sizes = st.one_of(st.integers(1, 3000), st.sampled_from([4096, 8192]))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.sampled_from([*COLLECTIVES]), sizes, sizes, sizes, st.integers(2, 8), st.booleans())
 def test_planner_candidates_over_peers_are_valid_and_distinct(
     op, rows, n, k, world, windows
 ) -> None:
     problem = Problem(rows * world, n, k, DType.BFLOAT16, world, op)
-    machine = fast(windows=windows)
+    machine = peers(windows=windows)
     found = checked_candidates(problem, machine)
     for plan in found:
         if over_peers(plan):
@@ -306,12 +276,12 @@ DECODE_NK = [(4096, 3584), (8192, 2048), (8192, 7168)]
 def test_planner_reduces_few_rows_in_one_step(m: int, nk, world: int, windows: bool) -> None:
     for dtype in (DType.BFLOAT16, DType.FLOAT16):
         problem = big(m=m, n=nk[0], k=nk[1], world_size=world, dtype=dtype)
-        plan = make_plan(problem, fast(windows=windows))
+        plan = make_plan(problem, peers(windows=windows))
         plan.validate()
         assert over_peers(plan)
         assert (plan.collective, plan.schedule) == (Collective.DIRECT, Schedule.SEQUENTIAL)
         assert (plan.kernel, len(plan.chunks)) == (Kernel.LIBRARY, 1)
-        assert not over_peers(make_plan(problem, fast(windows=windows, peer_gbps=0.0)))
+        assert not over_peers(make_plan(problem, peers(windows=windows, peer_gbps=0.0)))
 
 
 KERNELS = {

@@ -20,9 +20,6 @@ from tests import _plan_test, steps_proof
 from tests.lib.planner_problems import MACHINES
 from tests.steps_proof import PEERS, Case
 
-FEW_RANKS = range(2, 5)
-MANY_RANKS = range(5, 9)
-
 
 def test_steps_proof_of_every_structure_finds_no_fault() -> None:
     cases = steps_proof.classes()
@@ -281,35 +278,26 @@ def harmful(case: Case, rank: int, work: bool) -> Iterator[str]:
             yield f"rank {rank} #{index} {what} of {case}"
 
 
-def check_mutations(cases: list[tuple[Case, int]], work: bool) -> None:
-    assert len(cases) > 100
-    assert [found for case, rank in cases for found in harmful(case, rank, work)] == []
+FEW_RANKS, MANY_RANKS = range(2, 5), range(5, 9)
 
 
-def cases_of(worlds: range, most_chunks: int = 64) -> list[tuple[Case, int]]:
-    return [
+@pytest.mark.parametrize(
+    ("worlds", "most_chunks", "work"),
+    [
+        pytest.param(FEW_RANKS, 64, False, id="each wait, dependency, signal and join"),
+        pytest.param(MANY_RANKS, 64, False, id="each of many ranks", marks=pytest.mark.long),
+        pytest.param(range(2, 3), 3, True, id="work left out, or done elsewhere"),
+        pytest.param(range(2, 4), 64, True, id="work of many chunks", marks=pytest.mark.long),
+    ],
+)
+def test_steps_proof_misses(worlds: range, most_chunks: int, work: bool) -> None:
+    cases = [
         (case, rank)
         for case, rank in steps_proof.lists()
         if case.plan.problem.world_size in worlds and len(case.plan.chunks) <= most_chunks
     ]
-
-
-def test_steps_proof_misses_each_wait_dependency_signal_and_join() -> None:
-    check_mutations(cases_of(FEW_RANKS), work=False)
-
-
-@pytest.mark.long
-def test_steps_proof_misses_each_wait_dependency_signal_and_join_of_many_ranks() -> None:
-    check_mutations(cases_of(MANY_RANKS), work=False)
-
-
-def test_steps_proof_misses_work_left_out_and_finds_it_elsewhere() -> None:
-    check_mutations(cases_of(range(2, 3), most_chunks=3), work=True)
-
-
-@pytest.mark.long
-def test_steps_proof_misses_work_of_many_chunks_and_ranks() -> None:
-    check_mutations(cases_of(range(2, 4)), work=True)
+    assert len(cases) > 100
+    assert [found for case, rank in cases for found in harmful(case, rank, work)] == []
 
 
 # --- what users are told ---

@@ -8,7 +8,7 @@ import math
 import pytest
 
 import rank_pool
-from machines import big, cpu, hopper, slow
+from machines import KINDS, big, cpu, hopper, slow
 from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch.__main__ import main
@@ -26,8 +26,7 @@ from overlap_torch.plan.templates import (
 )
 from overlap_torch.plan.types import Kernel, Op, Resources
 
-PEERS = hopper(windows=True, peer_gbps=350.0)
-WINDOWS = hopper(windows=True)
+PEERS, WINDOWS = KINDS["peers"], KINDS["windows"]
 
 
 def panels(chunks: int = 4, **options: object) -> Plan:
