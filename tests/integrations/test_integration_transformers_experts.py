@@ -16,6 +16,7 @@ from frameworks import SMALL_MODEL, drawn_model, needs
 from layers import ops_called
 from operands import rank_device
 from overlap_torch.integrations import transformers as integration
+from scaled import cast, dequantised
 
 pytestmark = needs("transformers", ("5.23", "5.24"), "transformers")
 
@@ -153,14 +154,8 @@ def test_transformers_experts_go_with_the_last_handle():
 
 def fp8_linear(self, input, weight, scale, activation_scale=None):
     """The layer's own product, which needs a GPU: each 128 numbers cast with a scale of their own, in float64."""
-    left, width = input.double().clone(), input.shape[1]
-    for first in range(0, width, 128):
-        part = left[:, first : first + 128]
-        own = part.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
-        part.copy_((part.float() / own).to(torch.float8_e4m3fn).double() * own.double())
-    of_rows = scale.repeat_interleave(128, 0)[: weight.shape[0]]
-    right = weight.double() * of_rows.repeat_interleave(128, 1)[:, :width].double()
-    return (left @ right.t()).to(input.dtype)
+    left = dequantised(*cast(input, (1, 128)))
+    return (left @ dequantised(weight, scale).t()).to(input.dtype)
 
 
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"))

@@ -133,49 +133,30 @@ def _exact_parts(
     return input, weight, bias
 
 
-def _lay_out_input(values: torch.Tensor, case: Case, layout: str) -> torch.Tensor:
-    m, k = values.shape
-    dtype, device = case.dtype, values.device
-    shape = (*case.leading, k)
-    if layout == "expanded" and case.leading and m > 0:
-        return values[:1].to(dtype).view(*([1] * len(case.leading)), k).expand(shape)
-    if layout == "negated":
-        return torch._neg_view(-values.to(dtype).view(shape))
-    if layout == "offset":
-        storage = torch.empty(m * k + 1, dtype=dtype, device=device)
-        result = storage[1:].view(shape)
-    elif layout == "padded":
-        storage = torch.full((m, k + 3), math.nan, dtype=dtype, device=device)
-        result = storage[:, :k].unflatten(0, case.leading) if case.leading else storage[0, :k]
-    elif layout == "k_strided":
-        storage = torch.full((*shape, 2), math.nan, dtype=dtype, device=device)
-        result = storage[..., 0]
-    elif layout == "transposed":
-        result = torch.empty(shape[::-1], dtype=dtype, device=device).permute(
-            *range(len(shape) - 1, -1, -1)
-        )
-    else:
-        result = torch.empty(shape, dtype=dtype, device=device)
-    return result.copy_(values.to(dtype).view(shape))
+def _nans(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    sizes = (*shape[:-1], shape[-1] * dtype.itemsize)
+    return torch.full(sizes, 0xFF, dtype=torch.uint8, device=device).view(dtype)
 
 
-def _lay_out_weight(values: torch.Tensor, dtype: torch.dtype, layout: str) -> torch.Tensor:
-    n, k = values.shape
-    device = values.device
+def lay_out(values: torch.Tensor, dtype: torch.dtype, layout: str) -> torch.Tensor:
+    """The values in this type, in memory as the layout says, between NaNs where it leaves gaps."""
+    values = values.to(dtype)
     if layout == "negated":
-        return torch._neg_view(-values.to(dtype))
-    if layout == "strided":
-        storage = torch.full((n, k, 2), math.nan, dtype=dtype, device=device)
-        return storage[..., 1].copy_(values.to(dtype))
-    rows, columns = (k, n) if layout.startswith("n_") else (n, k)
-    if layout.endswith("_offset"):
-        result = torch.empty(rows * columns + 1, dtype=dtype, device=device)[1:].view(rows, columns)
-    elif layout.endswith("_padded"):
-        result = torch.full((rows, columns + 5), math.nan, dtype=dtype, device=device)[:, :columns]
+        return torch._neg_view(-values)
+    if layout == "expanded":  # the first row, again and again
+        return values[(slice(1),) * (values.dim() - 1)].expand(values.shape)
+    turned = layout == "transposed" or layout.startswith("n_")
+    shape = values.shape[::-1] if turned else values.shape
+    how = {"dtype": dtype, "device": values.device}
+    if layout.endswith("offset"):
+        place = torch.empty(values.numel() + 1, **how)[1:].view(shape)
+    elif layout.endswith("padded"):
+        place = _nans(*shape[:-1], shape[-1] + 5, **how)[..., :-5]
+    elif layout.endswith("strided"):
+        place = _nans(*shape, 2, **how)[..., 1]
     else:
-        result = torch.empty(rows, columns, dtype=dtype, device=device)
-    result = result.t() if layout.startswith("n_") else result
-    return result.copy_(values.to(dtype))
+        place = torch.empty(shape, **how)
+    return (place.permute(*reversed(range(len(shape)))) if turned else place).copy_(values)
 
 
 def make_operands(
@@ -184,14 +165,16 @@ def make_operands(
     """The operands of one rank: integers as the module says, in the memory layouts that the case names."""
     input, weight, bias = _exact_parts(case, rank, world, seed, device)
     return Operands(
-        _lay_out_input(input, case, case.input_layout),
-        _lay_out_weight(weight, case.dtype, case.weight_layout),
+        lay_out(input.view(*case.leading, case.k), case.dtype, case.input_layout),
+        lay_out(weight, case.dtype, case.weight_layout),
         None if bias is None else bias.to(case.dtype),
     )
 
 
-def difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """The fault of `actual`, in words; None if it is `expected`, bit for bit."""
+def difference(actual: torch.Tensor | None, expected: torch.Tensor | None) -> str | None:
+    """The fault of `actual`, in words; None if it is `expected`, bit for bit, or neither is there."""
+    if actual is None or expected is None:
+        return None if actual is expected else f"got {actual}, expected {expected}"
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return (
             f"got {tuple(actual.shape)} {actual.dtype}, "

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 import ops
 import overlap_torch
 from checks import Failures
-from operands import difference, rank_device
+from operands import difference, lay_out, rank_device
 from ops import Arguments, operator_of, tensors_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -87,16 +88,28 @@ def scale_shape(recipe: str, operand: str, rows: int, k: int) -> tuple[int, int]
     return (rows if operand == "input" else -(-rows // BLOCK)), -(-k // BLOCK)
 
 
-def dequantised(
-    values: torch.Tensor, scales: torch.Tensor, recipe: str, operand: str
-) -> torch.Tensor:
-    """The meaning of [rows, K] values and their scales, of the shape above, in float64."""
-    values, scales = values.double(), scales.double()
-    if recipe == "block":
-        scales = scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
-        if operand == "weight":
-            scales = scales.repeat_interleave(BLOCK, 0)[: values.shape[0]]
-    return values * scales
+def spread(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The scales of numbers of this shape, where each dim has one for all, for each number or for each block."""
+    for dim, size in enumerate(shape[-2:], -2):
+        if scales.shape[dim] not in (1, size):
+            scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
+    return scales
+
+
+def dequantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The meaning of values and their scales, in float64."""
+    return values.double() * spread(scales.double(), values.shape)
+
+
+def cast(
+    numbers: torch.Tensor, block: tuple[int, int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """To float8_e4m3fn, with a scale for each block of so many rows and columns, or for each row."""
+    (rows, columns), (height, width) = numbers.shape[-2:], block or (1, numbers.shape[-1])
+    whole = functional.pad(numbers.float().abs(), (0, -columns % width, 0, -rows % height))
+    largest = whole.unflatten(-1, (-1, width)).amax(-1).unflatten(-2, (-1, height)).amax(-2)
+    scales = largest.clamp(min=1e-12) / 448
+    return (numbers.float() / spread(scales, numbers.shape)).to(E4M3), scales
 
 
 def counts(case: Case, world: int) -> list[list[int]]:
@@ -143,29 +156,16 @@ def make(case: Case, op: str, rank: int, world: int, seed: int) -> Call:
     )
 
 
-def _lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    if layout == "strided":
-        wide = torch.zeros(
-            *tensor.shape[:-1], 2 * tensor.shape[-1] + 3, dtype=tensor.dtype, device=tensor.device
-        )
-        place = wide[..., 1 : 1 + 2 * tensor.shape[-1] : 2]
-    elif layout == "transposed":
-        dims = tuple(reversed(range(tensor.dim())))
-        place = torch.zeros(tensor.shape[::-1], dtype=tensor.dtype, device=tensor.device).permute(
-            dims
-        )
-    else:
-        return tensor
-    return place.copy_(tensor)
-
-
 def _placed(case: Case, call: Call, device: torch.device) -> Call:
     """The call's tensors on a device, laid out as the case says."""
 
     def move(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         return [None if tensor is None else tensor.to(device) for tensor in tensors]
 
-    input, *weights = (_lay_out(one, case.layout) for one in move([call.input, *call.weights]))
+    def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+        return lay_out(tensor, tensor.dtype, case.layout)
+
+    input, *weights = map(laid_out, move([call.input, *call.weights]))
     scale_input, *scale_weights = move([call.scale_input, *call.scale_weights])
     if case.layout == "vectors":
         if case.recipe != "block":
@@ -173,8 +173,7 @@ def _placed(case: Case, call: Call, device: torch.device) -> Call:
     elif case.layout == "leading" and case.recipe != "tensor":
         scale_input = scale_input.view(*input.shape[:-1], scale_input.shape[-1])
     else:
-        scale_input = _lay_out(scale_input, case.layout)
-        scale_weights = [_lay_out(scale, case.layout) for scale in scale_weights]
+        scale_input, *scale_weights = map(laid_out, (scale_input, *scale_weights))
     biases = move(call.biases)
     return Call(input, weights, scale_input, scale_weights, biases, call.send_rows, call.recv_rows)
 
@@ -251,11 +250,8 @@ class Overload:
 def meant(case: Case, op: str, call: Call) -> Arguments:
     """The call's arguments of the op without scales: what its operands stand for, in float64."""
     rows = call.input.reshape(math.prod(call.input.shape[:-1]), case.k)
-    input = dequantised(rows, call.scale_input, case.recipe, "input").view(call.input.shape)
-    weights = [
-        dequantised(*pair, case.recipe, "weight")
-        for pair in zip(call.weights, call.scale_weights, strict=True)
-    ]
+    input = dequantised(rows, call.scale_input).view(call.input.shape)
+    weights = list(map(dequantised, call.weights, call.scale_weights))
     biases = [None if bias is None else bias.double() for bias in call.biases]
     counts = [call.send_rows, call.recv_rows] if op == "gemm_alltoall" else []
     several = slice(None) if op == "weights" else 0

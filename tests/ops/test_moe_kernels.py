@@ -13,6 +13,7 @@ from checks import Failures
 from operands import difference, integers, poison
 from overlap_torch._moe import activation, ops, scaled
 from overlap_torch._ops.composition import accumulated
+from scaled import spread
 
 _ops = torch.ops.overlap
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -244,20 +245,10 @@ def powers(*shape: int) -> torch.Tensor:
     return 2.0 ** torch.randint(-3, 3, shape, device="cuda")
 
 
-def of_blocks(scale: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Scales of blocks in the last dims, for their numbers."""
-    for dim, size in enumerate(sizes, -len(sizes)):
-        if scale.shape[dim] != size:
-            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, size)
-    return scale
-
-
 def scaled_product(rows, scales, ends, weight, scale) -> torch.Tensor:
     """Each expert's rows [R, K], whose scales are [R, 1] or of blocks, times its weight [N, K], whose scales are [N] or of blocks."""
-    columns, inner = weight.shape[1:]
-    by_blocks = scale.dim() == 3
-    left = rows * (of_blocks(scales, inner) if by_blocks else scales)
-    right = weight * (of_blocks(scale, columns, inner) if by_blocks else scale[:, :, None])
+    left = rows * spread(scales, rows.shape)
+    right = weight * spread(scale if scale.dim() == 3 else scale[:, :, None], weight.shape)
     parts = [
         left[a:b].double() @ one.double().t()
         for (a, b), one in zip(itertools.pairwise(ends), right, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -17,6 +16,7 @@ from checks import Failures
 from operands import poison, rank_device
 from overlap_torch import Gate
 from overlap_torch._moe import scaled
+from scaled import cast, dequantised
 
 HIDDEN, INNER, CHOICES = 144, 192, 3
 FP8 = torch.float8_e4m3fn
@@ -55,38 +55,13 @@ CASES = [
 CASES += [replace(case, by_blocks=True) for case in CASES]
 
 
-def cast(numbers: torch.Tensor, block: tuple[int, int] | None = None) -> list[torch.Tensor]:
-    """[..., N, K] to float8_e4m3fn and scales: [..., N], or one of each block of so many rows and columns."""
-    if block is None:
-        scale = numbers.float().abs().amax(-1).clamp(min=1e-12) / 448
-        return [(numbers.float() / scale[..., None]).to(FP8), scale]
-    (rows, columns), (height, width) = numbers.shape[-2:], block
-    values = torch.empty(numbers.shape, dtype=FP8, device=numbers.device)
-    scale = torch.empty((*numbers.shape[:-2], -(-rows // height), -(-columns // width)))
-    for i, j in itertools.product(*map(range, scale.shape[-2:])):
-        place = (..., slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
-        part = numbers[place].float()
-        scale[..., i, j] = part.abs().amax((-2, -1)).clamp(min=1e-12) / 448
-        values[place] = (part / scale[..., i, j, None, None]).to(FP8)
-    return [values, scale]
-
-
-def uncast(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None = None):
-    """The numbers in float64."""
-    if block is None:
-        return values.double() * scale.double()[..., None]
-    rows, columns = values.shape[-2:]
-    each = scale.repeat_interleave(block[0], -2)[..., :rows, :]
-    return values.double() * each.repeat_interleave(block[1], -1)[..., :columns].double()
-
-
 def rounded(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.bfloat16().double()
 
 
 def cast_back(case: Case, numbers: torch.Tensor) -> torch.Tensor:
     block = (1, 128) if case.by_blocks and numbers.numel() else None
-    return uncast(*cast(numbers, block), block)
+    return dequantised(*cast(numbers, block))
 
 
 def operands_of(case: Case, rank: int) -> dict[str, torch.Tensor]:
@@ -108,10 +83,9 @@ def operands_of(case: Case, rank: int) -> dict[str, torch.Tensor]:
         if name == "gate_up" and case.form == "interleaved":
             numbers = in_turns(numbers)
         parts = numbers.chunk(2, 1) if name == "gate_up" and case.form == "pair" else (numbers,)
-        cast_parts = [cast(part, case.block) for part in parts]
-        for key, tensors in zip(
-            (name, f"scale_{name}"), zip(*cast_parts, strict=True), strict=True
-        ):
+        values, scales = zip(*(cast(part, case.block) for part in parts), strict=True)
+        scales = [scale if case.by_blocks else scale[..., 0] for scale in scales]
+        for key, tensors in ((name, values), (f"scale_{name}", scales)):
             found[key] = tensors[0] if len(tensors) == 1 else list(tensors)
         if case.bias:
             found[f"{name}_bias"] = draw(own, shape[1]).bfloat16()
@@ -120,12 +94,16 @@ def operands_of(case: Case, rank: int) -> dict[str, torch.Tensor]:
 
 def whole_weight(case: Case, own: dict, name: str) -> torch.Tensor:
     """In float64, gate and up one after the other."""
-    values, scales = own[name], own[f"scale_{name}"]
-    if isinstance(values, list):
-        return torch.cat(
-            [uncast(*part, case.block) for part in zip(values, scales, strict=True)], 1
-        )
-    made = uncast(values, scales, case.block)
+    parts = [
+        each if isinstance(each, list) else [each] for each in (own[name], own[f"scale_{name}"])
+    ]
+    made = torch.cat(
+        [
+            dequantised(values, scale if case.by_blocks else scale[..., None])
+            for values, scale in zip(*parts, strict=True)
+        ],
+        1,
+    )
     if name == "gate_up" and case.form == "interleaved":
         made = torch.cat([made[:, 0::2], made[:, 1::2]], 1)
     return made
