@@ -94,22 +94,6 @@ def test_bench_measures_fp8_operands(ranks, tmp_path, scales, fast):
         assert problem["fast_accum"] is fast
 
 
-@pytest.mark.parametrize(
-    "argv", [["--dtype", "float8_e5m2"], ["--dtype", "bf16", "--scales", "row"]]
-)
-def test_bench_asks_for_scales_of_fp8_and_of_nothing_else(argv, capsys):
-    with pytest.raises(SystemExit):
-        bench("study").parse("bench", ["--device", "cpu", *argv])
-    assert "take --scales tensor, row or block" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv", [[], ["--dtype", "float8_e4m3fn", "--scales", "block"]])
-def test_bench_asks_for_fast_accumulation_of_tensors_and_rows_alone(argv, capsys):
-    with pytest.raises(SystemExit):
-        bench("study").parse("bench", ["--device", "cpu", "--fast-accum", *argv])
-    assert "allowed are tensor and row" in capsys.readouterr().err
-
-
 @pytest.mark.ranks((2, "gloo"))
 @pytest.mark.parametrize("op", SEQUENCES)
 def test_bench_check_sees_one_wrong_element_on_one_rank(failures: Failures, op: str) -> None:
@@ -265,13 +249,6 @@ def test_bench_says_where_the_time_goes(ranks, tmp_path, op):
         assert row["tail_us"] >= 0
         assert 0 <= row["hidden"] <= 1
         assert sum(row[part] for part in PARTS) == pytest.approx(row["op_us"], abs=0.1)
-
-
-def test_bench_traces_no_sweep(capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        bench("study").parse("bench", ["--device", "cpu", "--sweep", "--timeline"])
-    assert ended.value.code == 2
-    assert "--timeline is for one plan a shape, not for a sweep" in capsys.readouterr().err
 
 
 # --- the benchmark of GEMMs -------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from overlap_torch.plan.files import save
 from overlap_torch.plan.templates import row_panels
 from tests.tools.test_examples import run
 
+FP8 = ["--dtype", "float8_e4m3fn"]
+
 
 @pytest.mark.parametrize(
     ("argv", "message"),
@@ -33,6 +35,11 @@ from tests.tools.test_examples import run
         (["--op", "block", "--blocks", "16x4x1x8@8"], "kv_heads = 1 is not divisible by 2"),
         (["--op", "all", "--sweep"], "no plans to choose from for"),
         (["--plan", "does-not-exist.json"], "does-not-exist.json"),
+        (["--sweep", "--timeline"], "--timeline is for one plan a shape, not for a sweep"),
+        (["--dtype", "float8_e5m2"], "take --scales tensor, row or block"),
+        (["--dtype", "bf16", "--scales", "row"], "take --scales tensor, row or block"),
+        (["--fast-accum"], "allowed are tensor and row"),
+        (["--fast-accum", *FP8, "--scales", "block"], "allowed are tensor and row"),
     ],
 )
 def test_bench_refuses_a_bad_command_line(capsys, argv, message):

@@ -66,26 +66,11 @@ def forbidden(name: str, text: str) -> list[str]:
 
 
 def test_layer_rule_sources_include_only_what_their_layers_may():
-    found = {
-        path.relative_to(CSRC).as_posix(): forbidden(
-            path.relative_to(CSRC).as_posix(), path.read_text()
-        )
-        for path in SOURCES
-    }
-    assert len(found) > 150
+    """A folder without a line in the rule is an error."""
+    names = {path.relative_to(CSRC).as_posix(): path for path in SOURCES}
+    assert len(names) > 150
+    found = {name: forbidden(name, path.read_text()) for name, path in names.items()}
     assert {name: upward for name, upward in found.items() if upward} == {}
-
-
-def test_layer_rule_covers_every_folder():
-    assert {path.relative_to(CSRC).parts[0] for path in SOURCES} == {
-        "plan",
-        "steps",
-        "planner",
-        "kernels",
-        "cpu",
-        "runtime",
-        "binding",
-    }
 
 
 def test_layer_rule_own_includes_exist():
