@@ -17,7 +17,7 @@ from checks import Failures
 from frameworks import needs_transformers
 from graphs import Graphs, expect_counts
 from layers import GatedMlp
-from meshes import mesh, whole_of
+from meshes import check_parameter_gradients, mesh, whole_of
 from operands import difference, rank_device
 
 WIDTH, HEADS, HIDDEN, TOKENS = 8, 4, 12, 16
@@ -140,8 +140,7 @@ def test_inductor_fuses_all_of_pytorchs_styles_and_a_parallel_loss(
         found = compiled(tokens, targets)
         found.backward()
     failures.near(whole_of(found), expected, "loss", **ROUNDED)
-    for (name, own), other in zip(model.named_parameters(), right.parameters(), strict=True):
-        failures.near(whole_of(own.grad), other.grad, "gradient of", name, **ROUNDED)
+    check_parameter_gradients(failures, model, right, **ROUNDED)
     expect_counts(failures, graphs, *STYLED[sequence])
 
 

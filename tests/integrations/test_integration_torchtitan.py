@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from checks import Failures
 from frameworks import check_training, needs_torchtitan
-from layers import integers, my_features, my_tokens, ops_called
+from layers import integers, my_features, my_tokens, ops_called, ops_of_a_step
 from operands import difference, world_name
 from overlap_torch.integrations import torchtitan
 
@@ -82,12 +82,7 @@ def test_torchtitan_functions_are_torchtitans(failures: Failures) -> None:
             ours = results(name, bias, needs)
         for i, (mine, right) in enumerate(zip(ours, own, strict=True)):
             # torchtitan's Functions compute gradients that nobody asked for, which autograd drops.
-            if mine is None or right is None:
-                failures.expect(
-                    None if mine is right else f"got {mine}, expected {right}", i, *where
-                )
-            else:
-                failures.expect(difference(mine.detach(), right.detach()), i, *where)
+            failures.expect(difference(mine, right), i, *where)
 
 
 def test_torchtitan_functions_run_the_ops(failures: Failures) -> None:
@@ -100,15 +95,10 @@ def test_torchtitan_functions_run_the_ops(failures: Failures) -> None:
         ("LinearReduceScatter", {"gemm_reducescatter"}, {"allgather_gemm"}),
     ):
         inputs = operands(name, False, (True, True, True))
-        outputs = []
         with torchtitan.enable():
-            function = getattr(dist_gemm, name)
-            called = ops_called(
-                lambda: outputs.append(function.apply(*inputs, dist.group.WORLD, world_name()))  # noqa: B023, called at once
-            )
-        failures.equal(called, forward, name, "forward")
-        output = outputs[0] if torch.is_tensor(outputs[0]) else sum(outputs[0])
-        failures.equal(ops_called(output.sum().backward), backward, name, "backward")
+            run = getattr(dist_gemm, name).apply
+            _, *called = ops_of_a_step(lambda: run(*inputs, dist.group.WORLD, world_name()))  # noqa: B023, called at once
+        failures.equal(called, [forward, backward], name)
 
 
 def test_torchtitan_swap_is_once_and_undone(failures: Failures) -> None:
@@ -194,12 +184,9 @@ def test_torchtitan_functions_compile(failures: Failures) -> None:
             x = my_tokens(integers(TOKENS, K, seed=3)).clone().requires_grad_()
             up = my_tokens(integers(N, K, seed=1)).clone().requires_grad_()
             down = my_features(integers(K, N, seed=2)).clone().requires_grad_()
-            outputs = []
-            called = ops_called(lambda: outputs.append(run(x, up, down)))  # noqa: B023, called at once
-            right = {"allgather_gemm", "gemm_reducescatter"}
-            failures.equal(called, right, "forward")
-            failures.equal(ops_called(outputs[0].sum().backward), right, "backward")
-            runs.append([outputs[0].detach(), x.grad, up.grad, down.grad])
+            outputs, *called = ops_of_a_step(lambda: run(x, up, down))  # noqa: B023, called at once
+            failures.equal(called, [{"allgather_gemm", "gemm_reducescatter"}] * 2, "ops")
+            runs.append([*outputs, x.grad, up.grad, down.grad])
     for i, (eager, traced) in enumerate(zip(*runs, strict=True)):
         failures.expect(difference(traced, eager), "result", i)
 
@@ -258,22 +245,13 @@ def test_torchtitan_model_trains(failures: Failures) -> None:
     context = get_spmd_context(parallel_dims=dims)
 
     def step(model):
-        losses = []
+        enabled = contextlib.nullcontext() if model is own else torchtitan.enable()
+        with enabled, context():
+            loss = model(tokens, positions).square().mean()
+            loss.backward()
+        return loss
 
-        def run():
-            with context():
-                losses.append(model(tokens, positions).square().mean())
-                losses[0].backward()
-
-        if model is own:
-            run()
-        else:
-            with torchtitan.enable():
-                called = ops_called(run)
-            failures.equal(called, {"allgather_gemm", "gemm_reducescatter"}, "step")
-        return losses[0]
-
-    check_training(failures, own, ours, step)
+    check_training(failures, own, ours, step, {"allgather_gemm", "gemm_reducescatter"})
 
 
 def dispatched(kind: str, mesh, dtype: torch.dtype) -> list[torch.Tensor]:

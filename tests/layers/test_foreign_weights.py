@@ -12,14 +12,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 import overlap_torch
 from checks import Failures
 from layers import chain, integer_linear, integers, my_tokens
-from meshes import mesh
+from meshes import OVERLAP, mesh
 from operands import difference
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
-from overlap_torch.parallel import (
-    OverlapColwiseParallel,
-    OverlapPrepareModuleInput,
-    OverlapRowwiseParallel,
-)
 
 
 class Halved(torch.Tensor):
@@ -62,15 +57,11 @@ def model(kind: str, layout: Placement) -> torch.nn.Module:
         whole.up = ColumnParallelLinear.from_linear(whole.up, sequence_parallel=sequence)
         whole.down = RowParallelLinear.from_linear(whole.down, sequence_parallel=sequence)
         return whole
-    plan = {
-        "up": OverlapColwiseParallel(input_layouts=layout),
-        "down": OverlapRowwiseParallel(output_layouts=layout),
-    }
+    prepare, column, row = OVERLAP
+    plan = {"up": column(input_layouts=layout), "down": row(output_layouts=layout)}
     if kind == "prepared":
-        plan["up"] = OverlapColwiseParallel()
-        plan[""] = OverlapPrepareModuleInput(
-            input_layouts=layout, desired_input_layouts=Replicate(), use_local_output=True
-        )
+        layouts = {"input_layouts": layout, "desired_input_layouts": Replicate()}
+        plan |= {"up": column(), "": prepare(use_local_output=True, **layouts)}
     return parallelize_module(whole, mesh(), plan)
 
 
@@ -103,15 +94,12 @@ def check_torchao(failures: Failures, config_name: str) -> None:
     input = torch.randn(4, 32)
     results = []
     for kind in ("styles", "layers"):
+        cut = copy.deepcopy(whole)
         if kind == "styles":
-            plan = {"0": OverlapColwiseParallel(), "1": OverlapRowwiseParallel()}
-            cut = parallelize_module(copy.deepcopy(whole), mesh(), plan)
+            cut = parallelize_module(cut, mesh(), {"0": OVERLAP[1](), "1": OVERLAP[2]()})
         else:
-            layers = (
-                ColumnParallelLinear.from_linear(whole[0]),
-                RowParallelLinear.from_linear(whole[1]),
-            )
-            cut = torch.nn.Sequential(*layers)
+            cut[0] = ColumnParallelLinear.from_linear(whole[0])
+            cut[1] = RowParallelLinear.from_linear(whole[1])
         with torch.no_grad():
             quantization.quantize_(cut, config, filter_fn=lambda each, _: hasattr(each, "weight"))
             results.append(cut(input))

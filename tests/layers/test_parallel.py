@@ -6,20 +6,13 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import overlap_torch
 from checks import Failures
-from layers import integer_linear, integers, ops_called
-from meshes import check_parameter_gradients, gathered_tokens, mesh, whole_of
+from layers import integer_linear, integers, ops_of_a_step
+from meshes import check_parameter_gradients, cut, gathered_tokens, mesh, whole_of
 from operands import difference, rank_device
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
@@ -42,42 +35,30 @@ def check_layer(
     in_features, out_features, *leading = shape
     where = (style.__name__, shape, given, "to", wanted, use_local_output, distributed)
     whole = integer_linear(in_features, out_features, True)
-    layer = copy.deepcopy(whole)
-    layer = parallelize_module(
-        layer,
-        mesh(),
-        style(input_layouts=given, output_layouts=wanted, use_local_output=use_local_output),
-    )
+    how = style(input_layouts=given, output_layouts=wanted, use_local_output=use_local_output)
+    layer = parallelize_module(copy.deepcopy(whole), mesh(), how)
     input = integers(*leading, in_features, seed=3).requires_grad_()
     expected = whole(input)
     gradient = integers(*leading, out_features, seed=4)
     expected.backward(gradient)
 
-    def cut(tensor: torch.Tensor, placement: Placement) -> DTensor:
-        return distribute_tensor(tensor.detach(), mesh(), [placement])
-
-    mine = cut(input, given)
-    mine = (mine if distributed else mine.to_local()).detach().clone().requires_grad_()
+    mine = cut(input, given, distributed).clone().requires_grad_()
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     output = run(mine)
-    right = cut(expected, wanted)
+    placements = cut(expected, wanted, True).placements
     if use_local_output:
         failures.equal(type(output), torch.Tensor, *where)
-        failures.expect(difference(output.detach(), right.to_local()), "output", *where)
-        output.backward(cut(gradient, wanted).to_local())
+        failures.expect(difference(output, cut(expected, wanted)), "output", *where)
     else:
-        failures.equal(output.placements, right.placements, *where)
-        failures.expect(difference(output.full_tensor().detach(), expected.detach()), *where)
-        output.backward(cut(gradient, wanted))
-    if distributed:
-        failures.expect(difference(mine.grad.full_tensor(), input.grad), "input's", *where)
-    else:
-        own = cut(input.grad, given).to_local()
-        failures.expect(difference(mine.grad, own), "gradient of the input", *where)
+        failures.equal(output.placements, placements, *where)
+        failures.expect(difference(output.full_tensor(), expected), *where)
+    output.backward(cut(gradient, wanted, not use_local_output))
+    right = input.grad if distributed else cut(input.grad, given)
+    failures.expect(difference(whole_of(mine.grad), right), "gradient of the input", *where)
     check_parameter_gradients(failures, layer, whole, *where)
     for name, parameter in layer.named_parameters():
         # Where DTensor adds the bias to features that are sharded it chooses the gradient's placement.
-        if right.placements != (Shard(len(leading)),) or style is OverlapColwiseParallel:
+        if placements != (Shard(len(leading)),) or style is OverlapColwiseParallel:
             same = parameter.grad.placements == parameter.placements
             problem = None if same else f"gradient has placements {parameter.grad.placements}"
             failures.expect(problem, name, *where)
@@ -135,14 +116,9 @@ def test_parallel_layer_runs_the_ops(failures: Failures) -> None:
     ):
         layer = parallelize_module(integer_linear(6, 12, True), mesh(), style(**layouts))
         given = layouts.get("input_layouts", Replicate() if style is colwise else Shard(-1))
-        input = distribute_tensor(integers(2, 6, 6, seed=3), mesh(), [given])
-        input = (input if distributed else input.to_local()).detach().requires_grad_()
-        outputs = []
-        for right, run in (
-            (forward, lambda: outputs.append(layer(input).sum())),  # noqa: B023, called at once
-            (backward, lambda: outputs[0].backward()),  # noqa: B023
-        ):
-            failures.equal(ops_called(run), right, style, layouts, right)
+        input = cut(integers(2, 6, 6, seed=3), given, distributed).requires_grad_()
+        _, *called = ops_of_a_step(lambda: layer(input))  # noqa: B023, called at once
+        failures.equal(called, [forward, backward], style, layouts)
 
 
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
@@ -223,15 +199,14 @@ def test_parallel_weights_may_be_placed_otherwise(
         call, mine = layer, input
         if prepared:
             call = parallelize_module(torch.nn.Sequential(layer), mesh(), gathered_tokens())
-            mine = distribute_tensor(input, mesh(), [Shard(0)])
+            mine = cut(input, Shard(0), True)
         parts = {name: value.to_local() for name, value in layer.named_parameters()}
         path = "0." if prepared else ""
         output = torch.func.functional_call(call, {path + k: v for k, v in parts.items()}, (mine,))
         failures.expect(difference(whole_of(output).detach(), whole(input).detach()), "parts")
         refused = (torch.func.functional_call, call, {path + "weight": whole.weight}, mine)
         failures.raises("its weight is a plain tensor of shape (8, 6)", *refused)
-        placed = distribute_tensor(whole.weight.detach(), mesh(), [brought])
-        layer.weight = torch.nn.Parameter(placed)
+        layer.weight = torch.nn.Parameter(cut(whole.weight, brought, True))
         output = call(mine)
         failures.expect(difference(whole_of(output).detach(), whole(input).detach()), prepared)
         output.backward(torch.ones_like(output))
@@ -264,7 +239,7 @@ def test_parallel_infers_from_inputs_with_gradients(failures: Failures, style: t
     whole = integer_linear(6, 8, True)
     layer = parallelize_module(copy.deepcopy(whole), mesh(), style(output_layouts=Replicate()))
     for given in (Replicate(), Shard(0), Shard(1)):
-        input = distribute_tensor(integers(4, 6, seed=3), mesh(), [given]).requires_grad_()
+        input = cut(integers(4, 6, seed=3), given, True).requires_grad_()
         with torch.inference_mode():
             output = layer(input)
         failures.expect(difference(output, whole(input.full_tensor()).detach()), given)

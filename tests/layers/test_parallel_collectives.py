@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn import functional
@@ -13,13 +13,9 @@ from torch.nn import functional
 import overlap_torch
 from checks import Failures
 from layers import fill_with_integers, integer_linear, integers
-from meshes import OVERLAP, PYTORCH, gathered_tokens, mesh
+from meshes import OVERLAP, PYTORCH, cut, gathered_tokens, local_part, mesh
 from operands import difference, rank_device, world_name
 from traffic import Traffic, traffic_of
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def step(
@@ -57,10 +53,9 @@ def check_layer(
     for kind in kinds:
         style = kind(input_layouts=given, output_layouts=wanted, use_local_output=local)
         layer = parallelize_module(integer_linear(in_features, out_features, True), mesh(), style)
-        input = distribute_tensor(integers(*leading, in_features, seed=3), mesh(), [given])
-        input = (input if distributed else input.to_local()).detach().requires_grad_()
-        grad = distribute_tensor(integers(*leading, out_features, seed=4), mesh(), [wanted])
-        found.append(step(layer, input, grad.to_local() if local else grad))
+        input = cut(integers(*leading, in_features, seed=3), given, distributed).requires_grad_()
+        grad = cut(integers(*leading, out_features, seed=4), wanted, not local)
+        found.append(step(layer, input, grad))
     names = (kinds[0].__name__, shape, given, "to", wanted, distributed, local)
     traffic, strides, _ = zip(*found, strict=True)
     compare(failures, *traffic, *names)
@@ -154,8 +149,7 @@ def llama_plan(prepare: type, colwise: type, rowwise: type) -> dict[str, object]
 def test_collectives_of_llamas_block_are_no_more_than_pytorchs(
     failures: Failures, prepare: type
 ) -> None:
-    input = distribute_tensor(integers(2, 6, 6, seed=3), mesh(), [Shard(1)]).to_local()
-    gradient = distribute_tensor(integers(2, 6, 6, seed=4), mesh(), [Shard(1)]).to_local()
+    input, gradient = (cut(integers(2, 6, 6, seed=seed), Shard(1)) for seed in (3, 4))
     found, models, inputs = [], [], []
     for styles in ((prepare, *OVERLAP[1:]), PYTORCH):
         models.append(parallelize_module(Block(6), mesh(), llama_plan(*styles)))
@@ -166,9 +160,8 @@ def test_collectives_of_llamas_block_are_no_more_than_pytorchs(
     for one in traffic[0]:
         calls = (one.calls["all-gather"], one.calls["reduce-scatter"])
         failures.equal(calls, (2, 2), "block")
-    whole = Block(6)(integers(2, 6, 6, seed=3)).detach()
-    right = distribute_tensor(whole, mesh(), [Shard(1)]).to_local()
-    failures.expect(difference(outputs[0], right), "output")
+    whole = Block(6)(integers(2, 6, 6, seed=3))
+    failures.expect(difference(outputs[0], cut(whole, Shard(1))), "output")
     failures.expect(difference(inputs[0].grad, inputs[1].grad), "input's gradient")
     for (name, own), other in zip(
         models[0].named_parameters(), models[1].parameters(), strict=True

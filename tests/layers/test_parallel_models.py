@@ -98,9 +98,7 @@ def test_parallel_model_has_the_unsharded_models_gradients(
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     right = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
     failures.near(norm, right, "norm of the gradients", rtol=1e-5)
-    for (name, own), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-        grad = own.grad.full_tensor()
-        failures.near(grad, other.grad, "clipped gradient of", name, rtol=1e-5, atol=1e-7)
+    check_parameter_gradients(failures, model, whole, "clipped", rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
@@ -131,8 +129,6 @@ def test_parallel_model_works_beside_fsdp(
         output.sum().backward()
         if step == 0:  # integers; later sums round
             check_parameter_gradients(failures, model, whole, "step", step)
-        for (name, own), right in zip(model.named_parameters(), whole.parameters(), strict=True):
-            full = own.grad.full_tensor()
-            failures.near(full, right.grad, name, "step", step, rtol=1e-4, atol=1e-3)
+        check_parameter_gradients(failures, model, whole, "step", step, rtol=1e-4, atol=1e-3)
         for optimizer in optimizers:
             optimizer.step()

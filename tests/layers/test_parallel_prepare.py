@@ -26,7 +26,15 @@ from torch.utils.checkpoint import checkpoint
 from checks import Failures, message_of
 from grids import where_each_pair_meets
 from layers import fill_with_integers, integers
-from meshes import OVERLAP, PYTORCH, check_parameter_gradients, gathered_tokens, mesh, whole_of
+from meshes import (
+    OVERLAP,
+    PYTORCH,
+    check_parameter_gradients,
+    cut,
+    gathered_tokens,
+    mesh,
+    whole_of,
+)
 from operands import difference, rank_device
 from rank_pool import whole_grids
 from traffic import Traffic, traffic_of
@@ -113,10 +121,6 @@ def parallel(
     return parallelize_module(copy.deepcopy(module), ranks or mesh(), plan)
 
 
-def cut(tensor: torch.Tensor, given: Placement) -> DTensor:
-    return distribute_tensor(tensor.detach(), mesh(), [given])
-
-
 def check_against_whole(
     failures: Failures,
     module: torch.nn.Module,
@@ -135,17 +139,16 @@ def check_against_whole(
     expected = Around(module)(input, **others)
     gradient = integers(*expected.shape, seed=4)
     expected.backward(gradient)
-    mine = cut(input, given)
-    mine = (mine if distributed else mine.to_local()).detach().clone().requires_grad_()
-    parts = {name: cut(value, given).to_local() for name, value in others.items()}
+    mine = cut(input, given, distributed).clone().requires_grad_()
+    parts = {name: cut(value, given) for name, value in others.items()}
     # The counter is a dispatch mode, beneath which PyTorch 2.14 does not compile.
     counted = contextlib.nullcontext if gathers is None else Traffic
     with counted() as forward:
         output = run(mine, **parts)
-    failures.expect(difference(output.detach(), cut(expected, given).to_local()), "output", *where)
+    failures.expect(difference(output.detach(), cut(expected, given)), "output", *where)
     with counted() as backward:
-        output.backward(cut(gradient, given).to_local())
-    right = input.grad if distributed else cut(input.grad, given).to_local()
+        output.backward(cut(gradient, given))
+    right = input.grad if distributed else cut(input.grad, given)
     failures.expect(difference(whole_of(mine.grad), right), "input's gradient", *where)
     check_parameter_gradients(failures, model, module, *where)
     if gathers is not None:
@@ -205,8 +208,8 @@ def test_parallel_prepared_input_serves_readers_however_they_are_called(failures
                 with mode(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     input = integers(2, 12, 6, seed=3)
-                    expected = cut(module(input.clone()), Shard(1)).to_local()
-                    found = model(cut(input, Shard(1)).to_local())
+                    expected = cut(module(input.clone()), Shard(1))
+                    found = model(cut(input, Shard(1)))
                     failures.expect(difference(found, expected), how, local, mode.__name__)
 
 
@@ -247,7 +250,7 @@ def test_parallel_prepared_input_has_other_readers(failures: Failures) -> None:
         model = parallel(module, Shard(1), local)
         # A replicated reader's features are cut after it: each rank's gradient is a part, summed here.
         input = integers(2, 6, 6, seed=3)
-        mine = cut(input, Shard(1)).to_local().requires_grad_()
+        mine = cut(input, Shard(1)).requires_grad_()
         input.requires_grad_()
         q, k, v = module.mixed(input, None)
         q.sum().backward()
@@ -261,11 +264,11 @@ def test_parallel_prepared_input_has_other_readers(failures: Failures) -> None:
         )
         grads = traffic_of(lambda: own.sum().backward())  # noqa: B023, called at once
         if how == "partial":
-            right = cut(input.grad, Shard(1)).to_local()
+            right = cut(input.grad, Shard(1))
         else:  # what the routes send back is this rank's features' alone, and taken as every rank's
             share = torch.full_like(input, 12 / len(mesh().mesh))
             products = input.grad - 12
-            right = cut(products + share, Shard(1)).to_local()
+            right = cut(products + share, Shard(1))
         failures.expect(difference(mine.grad, right), how, local, "gradient")
         failures.equal(grads.calls["reduce-scatter"], 1, how, local)
 
@@ -288,7 +291,7 @@ def test_parallel_prepared_input_has_a_second_derivative_by_other_readers(
     plan = {"": gathered_tokens(use_local_output=True), "q": OVERLAP[1]()}
     model = parallelize_module(Cubed(), mesh(), plan)
     whole_input = integers(4, 6, seed=3)
-    mine = cut(whole_input, Shard(0)).to_local().clone().requires_grad_()
+    mine = cut(whole_input, Shard(0)).clone().requires_grad_()
     _, cubes = model(mine)
     (first,) = torch.autograd.grad(cubes.sum(), mine, create_graph=True)
     failures.expect(difference(first.detach(), 3 * mine.detach() ** 2), "first")
@@ -313,7 +316,7 @@ def test_parallel_prepared_input_does_not_outlive_its_readers(failures: Failures
             model = parallel(Watching(how), Shard(1), True)
             for parameter in model.parameters():
                 parameter.requires_grad_(False)
-            input = cut(integers(2, 6, 6, seed=3), Shard(1)).to_local().requires_grad_(grad)
+            input = cut(integers(2, 6, 6, seed=3), Shard(1)).requires_grad_(grad)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
@@ -336,17 +339,17 @@ def test_parallel_prepared_input_follows_autocast(failures: Failures) -> None:
     module = Reader()
     model = parallel(module, Shard(1), False)
     input = integers(2, 12, 6, seed=3).requires_grad_()
-    mine = cut(input, Shard(1)).to_local().requires_grad_()
+    mine = cut(input, Shard(1)).requires_grad_()
     with torch.autocast(device_type, torch.bfloat16):
         expected, output = module(input), model(mine)
     failures.equal(output.dtype, torch.bfloat16)
     # Sums of two ranks' rounded parts: a unit in the last place of bfloat16.
-    right = cut(expected, Shard(1)).to_local().detach()
+    right = cut(expected, Shard(1)).detach()
     failures.near(output.detach(), right, "output", rtol=2.0**-7, atol=2.0)
     gradient = integers(*expected.shape, seed=4).to(torch.bfloat16)
     expected.backward(gradient)
-    output.backward(cut(gradient, Shard(1)).to_local())
-    right = cut(input.grad, Shard(1)).to_local()
+    output.backward(cut(gradient, Shard(1)))
+    right = cut(input.grad, Shard(1))
     failures.near(mine.grad, right, "input's gradient", rtol=0.05, atol=2.0)
     # Readers under another autocast than the module compute for themselves.
     with torch.autocast(device_type, torch.bfloat16):
@@ -375,7 +378,7 @@ def test_parallel_prepares_other_layouts_as_pytorch_does(failures: Failures) -> 
                 desired_input_layouts=(desired, None),
                 use_local_output=local,
             )
-            input = cut(integers(6, 12, 6, seed=3), given).to_local().requires_grad_()
+            input = cut(integers(6, 12, 6, seed=3), given).requires_grad_()
             x, y = parallelize_module(Probe(), mesh(), prepare)(input, "something")
             gradient = integers(*x.shape, seed=4)
             x.backward(gradient if local else distribute_tensor(gradient, mesh(), x.placements))
@@ -421,7 +424,7 @@ def test_parallel_prepared_input_changed_behind_its_readers_is_refused(failures:
 
     def step(given: Placement, local: bool) -> None:
         model = parallel(Changing(), given, local)
-        input = cut(integers(6, 12, 6, seed=3), given).to_local().requires_grad_()
+        input = cut(integers(6, 12, 6, seed=3), given).requires_grad_()
         model(2 * input).sum().backward()
 
     for given, local in itertools.product((Shard(0), Shard(1)), (False, True)):
@@ -435,5 +438,5 @@ def test_parallel_prepared_input_changed_in_place_is_refused_when_compiled(
     model = parallel(Reader("in place"), Shard(1), False)
     run = torch.compile(Around(model), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        said = message_of(run, cut(integers(2, 6, 6, seed=3), Shard(1)).to_local())
+        said = message_of(run, cut(integers(2, 6, 6, seed=3), Shard(1)))
     failures.expect(None if said else "no error")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from checks import Failures, close
+from layers import ops_called
 from operands import as_torchrun_places, rank_device
 from overlap_torch.integrations import transformers
 from overlap_torch.integrations._release import require
@@ -78,16 +79,20 @@ def check_training(
     own: torch.nn.Module,
     ours: torch.nn.Module,
     step: Callable[[torch.nn.Module], torch.Tensor],
+    ops: set[str],
     finish_gradients: Callable[[], None] = lambda: None,
 ) -> None:
-    """Losses, gradients and parameters of three steps, beside the framework's own; ``step`` runs backward and returns the loss."""
+    """Losses, gradients and parameters of three steps, beside the framework's own; ``step`` runs backward and returns the loss,
+    and calls these ops for our model."""
     models, mine = (own, ours), dict(ours.named_parameters())
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     for number in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        right, loss = (step(model).detach() for model in models)
-        failures.expect(close(loss, right), "loss of step", number)
+        losses = []
+        called = [ops_called(lambda: losses.append(step(model).detach())) for model in models]  # noqa: B023, called at once
+        failures.equal(called, [set(), ops], "ops of step", number)
+        failures.expect(close(losses[1], losses[0]), "loss of step", number)
         finish_gradients()
         for name, parameter in own.named_parameters():
             failures.expect(close(mine[name].grad, parameter.grad), "gradient", name, number)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from operands import rank_device
 
@@ -90,3 +91,10 @@ def op_counts(job: Callable[[], object]) -> dict[str, int]:
 def ops_called(job: Callable[[], object]) -> set[str]:
     """Names of the ops that :func:`op_counts` counts."""
     return set(op_counts(job))
+
+
+def ops_of_a_step(run: Callable[[], object]) -> tuple[list[torch.Tensor], set[str], set[str]]:
+    """The outputs of `run`, and the ops that it calls, and that backward of their sum calls."""
+    outputs: list[torch.Tensor] = []
+    forward = ops_called(lambda: outputs.extend(tree_leaves(run())))
+    return outputs, forward, ops_called(sum(output.sum() for output in outputs).backward)

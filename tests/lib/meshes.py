@@ -5,7 +5,7 @@ import functools
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from checks import Failures
@@ -29,20 +29,36 @@ def mesh(*shape: int) -> DeviceMesh:
     return init_device_mesh(rank_device().type, shape, mesh_dim_names=names)
 
 
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+def whole_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The whole of a tensor that is the same on every rank, a DTensor or not."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; another tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def cut(tensor: torch.Tensor, placement: Placement, distributed: bool = False) -> torch.Tensor:
+    """A whole tensor's part on this rank, or all parts as a DTensor."""
+    parts = distribute_tensor(tensor.detach(), mesh(), [placement])
+    return parts if distributed else parts.to_local()
+
+
 def check_parameter_gradients(
-    failures: Failures, module: torch.nn.Module, whole: torch.nn.Module, *where: object
+    failures: Failures,
+    module: torch.nn.Module,
+    whole: torch.nn.Module,
+    *where: object,
+    **tolerances: float,
 ) -> None:
     """Gradients of a module with DTensor parameters are those of the whole one, which may have none."""
     for (name, own), right in zip(module.named_parameters(), whole.parameters(), strict=True):
-        if own.grad is None or right.grad is None:
-            failures.expect(None if own.grad is right.grad else "one has none", name, *where)
+        grad = whole_of(own.grad)
+        if tolerances:
+            failures.near(grad, right.grad, "gradient of", name, *where, **tolerances)
         else:
-            failures.expect(difference(own.grad.full_tensor(), right.grad), name, *where)
+            failures.expect(difference(grad, right.grad), "gradient of", name, *where)
 
 
 def gathered_tokens(prepare: type = OverlapPrepareModuleInput, dim: int = 0, **options: object):

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import overlap_torch
 from checks import Failures, message_of
 from layers import integer_linear, integers
-from meshes import mesh
+from meshes import cut, local_part, mesh, whole_of
 from modes import SeesDispatches
 from operands import Case, difference, place, rank_device, world_name
 from operands import integers as keyed_integers
@@ -281,10 +281,6 @@ def whole_layers(
     return input.detach(), [factor.detach() for factor in factors], vectors, right
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 @pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
 @sequence_or_not
 @every_kind
@@ -339,10 +335,6 @@ def test_second_order_of_styles(
     linears = torch.nn.ModuleList([integer_linear(in_features, out_features, True, torch.float64)])
     whole, (whole_factor,), vectors, right = whole_layers(linears, leading)
 
-    def cut(tensor: torch.Tensor, placement: Placement, distributed: bool) -> torch.Tensor:
-        part = distribute_tensor(tensor.detach(), mesh(), [placement])
-        return part if distributed else part.to_local()
-
     placed = [Shard(0), Shard(0)] if style is OverlapColwiseParallel else [Shard(1), Replicate()]
     sizes = (*leading, in_features)
     for accepts, returns, distributed, local in itertools.product(
@@ -372,11 +364,8 @@ def test_second_order_of_styles(
         for i, (value, exact, placement) in enumerate(
             zip(got, right, [accepts, *placed, returns] * 2, strict=True)
         ):
-            if isinstance(value, DTensor):
-                problem = difference(value.full_tensor(), exact)
-            else:
-                problem = difference(value, cut(exact, placement, False))
-            failures.expect(problem, "by", i, *where)
+            exact = exact if isinstance(value, DTensor) else cut(exact, placement)
+            failures.expect(difference(whole_of(value), exact), "by", i, *where)
 
 
 # ------------------------------------------------------------------------------------------------- transforms and modes
@@ -497,7 +486,7 @@ def test_transforms_of_layers(failures: Failures) -> None:
             return result.square().sum()
 
         parameters = {
-            name: {key: local_part(value) for key, value in layer.named_parameters()}
+            name: {key: local_part(value.detach()) for key, value in layer.named_parameters()}
             for name, layer in model.named_children()
         }
         input = cut(whole.detach())
