@@ -75,15 +75,19 @@ OPS_OF_LAYERS = (
 )
 
 
-def op_counts(job: Callable[[], object]) -> dict[str, int]:
-    """How often each of this package's ops ran, in whatever thread; the ranks' comparison of calls is none of them."""
+def counted_events(job: Callable[[], object]) -> dict[str, int]:
+    """How often each name is in PyTorch's profile of the job on the host."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         job()
-    counts = {event.key: event.count for event in profile.key_averages()}
+    return {event.key: event.count for event in profile.key_averages()}
+
+
+def op_counts(job: Callable[[], object]) -> dict[str, int]:
+    """How often each of this package's ops ran, in whatever thread; the ranks' comparison of calls is none of them."""
     # A name with a space is not an op's but that of one of its calls, or of a chunk.
     return {
         name.removeprefix("overlap::"): count
-        for name, count in counts.items()
+        for name, count in counted_events(job).items()
         if name.startswith("overlap::") and " " not in name and "::_" not in name
     }
 

@@ -19,6 +19,13 @@ from overlap_torch import plan as plan_api
 from scaled import E4M3, E5M2, Case
 
 every_op = pytest.mark.parametrize("op", scaled.OPS)
+ONE_WEIGHT = [op for op in scaled.OPS if op != "weights"]
+
+
+def own_rows(op: str, rows: int) -> dict[str, list[int]]:
+    """The counts of an all-to-all in which this rank keeps all of its rows; other ops have none."""
+    counts = [rows * (r == dist.get_rank()) for r in range(dist.get_world_size())]
+    return {"send_rows": counts, "recv_rows": counts} if op == "gemm_alltoall" else {}
 
 
 @every_op
@@ -95,7 +102,7 @@ def bad_calls() -> dict[str, tuple[dict, tuple[str, ...]]]:
 def test_fp8_errors_say_what_is_allowed(failures: Failures) -> None:
     device = rank_device()
     only_gather = ("a list of scales", "scales of other recipes", "shared row scales")
-    for op in ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "gemm_alltoall"):
+    for op in ONE_WEIGHT:
         for name, (changes, parts) in bad_calls().items():
             if name in only_gather and op != "allgather_gemm":
                 continue
@@ -109,11 +116,7 @@ def test_fp8_errors_say_what_is_allowed(failures: Failures) -> None:
                 "bias": None,
             }
             keywords = {**right, **changes}
-            if op == "gemm_alltoall":
-                rows = keywords["input"].shape[0]
-                own = dist.get_rank()
-                counts = [rows if r == own else 0 for r in range(dist.get_world_size())]
-                keywords |= {"send_rows": counts, "recv_rows": counts}
+            keywords |= own_rows(op, keywords["input"].shape[0])
             call = getattr(overlap_torch, op)
             with FakeTensorMode() as mode:
                 fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, keywords)
@@ -134,9 +137,8 @@ def test_fp8_operands_that_require_grad_are_an_error_that_names_the_layers(
     one = torch.ones(1, device=rank_device())
     bias = torch.zeros(8, dtype=torch.bfloat16, device=rank_device())
     operands = {"input": x, "weight": w, "scale_input": one, "scale_weight": one, "bias": bias}
-    counts = [4 if r == dist.get_rank() else 0 for r in range(dist.get_world_size())]
-    for op in ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "gemm_alltoall"):
-        rows = {"send_rows": counts, "recv_rows": counts} if op == "gemm_alltoall" else {}
+    for op in ONE_WEIGHT:
+        rows = own_rows(op, 4)
         for name, operand in operands.items():
             leaf = operand.detach().clone().requires_grad_()
             changed = {**operands, name: leaf}

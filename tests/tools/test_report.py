@@ -12,21 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import parametrize
 
 import overlap_torch
 import rank_pool
 from checks import Failures
+from meshes import gathered_tokens
 from overlap_torch import parallel, plan
 from overlap_torch._watch import report
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
-from overlap_torch.parallel import (
-    OverlapColwiseParallel,
-    OverlapPrepareModuleInput,
-    OverlapRowwiseParallel,
-)
+from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
 from overlap_torch.plan import Problem, candidates, predict
 from overlap_torch.plan.templates import make_plan, make_sequential
 from overlap_torch.plan.types import Op
@@ -198,9 +195,7 @@ def test_report_names_all_layers_that_share_a_gather(failures: Failures) -> None
     group = own_group()
     model = torch.nn.ModuleDict({"attention": Readers()})
     styles = {
-        "attention": OverlapPrepareModuleInput(
-            input_layouts=Shard(0), desired_input_layouts=Replicate()
-        ),
+        "attention": gathered_tokens(),
         "attention.q": OverlapColwiseParallel(),
         "attention.k": OverlapColwiseParallel(),
     }

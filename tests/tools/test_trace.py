@@ -18,6 +18,7 @@ import overlap_torch
 import rank_pool
 from checks import Failures, message_of
 from frameworks import needs_module
+from layers import counted_events
 from operands import rank_device
 from overlap_torch import plan
 from overlap_torch._watch import timeline
@@ -184,17 +185,12 @@ def test_profiles_name_calls_and_chunks(failures: Failures) -> None:
     x, weight = torch.ones(TOKENS, 8), torch.ones(20, 8)
     rows = [TOKENS // 2] * 2
 
-    def names_in(job) -> dict[str, int]:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            job()
-        return {event.key: event.count for event in profile.key_averages()}
-
     def both() -> None:
         overlap_torch.allgather_gemm(x, weight)  # the short way
         torch.ops.overlap.allgather_gemm(x, weight, group=dist.group.WORLD.group_name)
 
     with use_plan(gather_in_chunks(2)):
-        names = names_in(both)
+        names = counted_events(both)
     for name in (
         "overlap::allgather_gemm",
         "overlap::allgather_gemm 64 x 20 x 8",
@@ -210,7 +206,7 @@ def test_profiles_name_calls_and_chunks(failures: Failures) -> None:
         "allgather_gemm 64 x 40 x 8": lambda: overlap_torch.allgather_gemm(x, [weight, weight]),
     }
     for title, job in calls.items():
-        failures.equal(names_in(job).get(f"overlap::{title}"), 1, title)
+        failures.equal(counted_events(job).get(f"overlap::{title}"), 1, title)
 
 
 # --- on GPUs ----------------------------------------------------------------------------------------
@@ -256,27 +252,20 @@ def test_trace_and_report_on_gpus(failures: Failures) -> None:
     failures.equal(said, [("cuda", False, True)], "why not")
 
 
-@pytest.mark.ranks((2, "nccl"))
-def test_profiles_name_calls_and_chunks_on_gpus(failures: Failures) -> None:
-    x, weight = operands()
-    with (
-        in_chunks(),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
-    ):
-        overlap_torch.allgather_gemm(x, weight)
-        overlap_torch.allgather_gemm(x, weight)
-    counts = {event.key: event.count for event in profile.key_averages()}
-    names = [f"allgather_gemm {M} x {N} x {K}", *(f"chunk {chunk}" for chunk in range(CHUNKS))]
-    for name in names:
-        failures.equal(counts.get(f"overlap::{name}"), 2, name)
-
-
 def call_twice() -> None:
     x, weight = operands()
     with in_chunks():
         overlap_torch.allgather_gemm(x, weight)
         overlap_torch.allgather_gemm(x, weight)
     torch.cuda.synchronize()
+
+
+@pytest.mark.ranks((2, "nccl"))
+def test_profiles_name_calls_and_chunks_on_gpus(failures: Failures) -> None:
+    counts = counted_events(call_twice)
+    names = [f"allgather_gemm {M} x {N} x {K}", *(f"chunk {chunk}" for chunk in range(CHUNKS))]
+    for name in names:
+        failures.equal(counts.get(f"overlap::{name}"), 2, name)
 
 
 @pytest.mark.ranks((2, "nccl"))
