@@ -1,11 +1,13 @@
 """CUDA graphs of calls."""
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
 from checks import message_of
+from ops import tensors_of
 
 Result = TypeVar("Result")
 
@@ -22,6 +24,20 @@ def capture(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     with torch.cuda.graph(graph):
         result = call()
     return graph, result
+
+
+def refill(held: object, new: object) -> None:
+    """Other values in the tensors that a graph reads."""
+    for tensor, other in zip(tensors_of(held), tensors_of(new), strict=True):
+        tensor.copy_(other)
+
+
+def replayed(graph: torch.cuda.CUDAGraph, results: Result) -> Result:
+    """The results of a replay, which were NaN before. Does not wait for them."""
+    for tensor in tensors_of(results):
+        tensor.fill_(math.nan)
+    graph.replay()
+    return results
 
 
 def refusal_of_capture(call: Callable[[], object]) -> str:

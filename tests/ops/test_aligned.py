@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import kernels
 import overlap_torch
-from captures import capture
+from captures import capture, refill, replayed
 from checks import Failures, message_of
 from kernels import (
     expect,
@@ -208,12 +208,9 @@ def test_aligned_kernels_are_captured(failures: Failures) -> None:
 
     graph, result = capture(call)
     for seed in range(1, 4):
-        fresh = kernels.operands(m, n, k, seed=seed, dtype=torch.float32)
-        for tensor, values in zip((a, b), fresh, strict=True):
-            tensor.copy_(values)
-        result.fill_(float("nan"))
-        graph.replay()
-        expect(failures, f"replay {seed}", result, kernels.reduced(m, n, k, seed))
+        refill([a, b], kernels.operands(m, n, k, seed=seed, dtype=torch.float32))
+        found = replayed(graph, result)
+        expect(failures, f"replay {seed}", found, kernels.reduced(m, n, k, seed))
     overlap_torch.check()
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
-from captures import capture, refusal_of_capture
+from captures import capture, refill, refusal_of_capture, replayed
 from checks import Failures, check_call
 from operands import Case, Operands, difference, make_operands, place, rank_device, world_name
 from ops import expected_output
@@ -35,13 +35,6 @@ def call(operands: Operands, group: dist.ProcessGroup | None = None) -> torch.Te
     return overlap_torch.gemm_allreduce(operands.input, operands.weight, operands.bias, group=group)
 
 
-def refill(operands: Operands, seed: int) -> None:
-    other = operands_of(seed)
-    operands.input.copy_(other.input)
-    operands.weight.copy_(other.weight)
-    operands.bias.copy_(other.bias)
-
-
 def set_plan_named(name: str, kernel: Kernel, group: dist.ProcessGroup | None = None) -> None:
     world = dist.get_world_size()
     if name == "sequential":
@@ -60,11 +53,9 @@ def test_graphs_replay_with_changed_inputs(failures: Failures, kernel: Kernel) -
         operands = operands_of(0)
         graph, output = capture(partial(call, operands))
         for seed in OTHERS:
-            refill(operands, seed)
-            output.fill_(float("nan"))
-            graph.replay()
-            torch.cuda.synchronize()
-            failures.expect(difference(output, right_of(seed)), name, kernel.name, "replay", seed)
+            refill(vars(operands), vars(operands_of(seed)))
+            found = replayed(graph, output)
+            failures.expect(difference(found, right_of(seed)), name, kernel.name, "replay", seed)
             # A plain call between replays has the same plan, and other staging memory.
             failures.expect(difference(call(operands), right_of(seed)), name, "plain call", seed)
         torch.ops.overlap.clear_plans(world_name())
@@ -85,9 +76,7 @@ def test_graphs_hold_many_calls(failures: Failures, name: str) -> None:
 
     graph, (outputs, total) = capture(calls)
     for _ in range(5):
-        total.fill_(float("nan"))
-        graph.replay()
-    torch.cuda.synchronize()
+        replayed(graph, total)
     rights = [right_of(seed) for seed in range(10)]
     failures.expect_equal(outputs, rights, name, "call", "of", world)
     failures.expect(difference(total, torch.stack([r.float() for r in rights]).sum(0)), name, "sum")
@@ -147,11 +136,8 @@ def test_graphs_keep_what_they_were_captured_with(failures: Failures) -> None:
         failures.expect(difference(call(big), right_of(1, larger)), name, "larger")
         gc.collect()
         torch.cuda.empty_cache()
-        refill(operands, 5)
-        output.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        failures.expect(difference(output, right_of(5)), "replay after", name)
+        refill(vars(operands), vars(operands_of(5)))
+        failures.expect(difference(replayed(graph, output), right_of(5)), "replay after", name)
     torch.ops.overlap.clear_plans(world_name())
 
 
@@ -164,9 +150,8 @@ def test_graphs_refuse_a_first_call_and_name_the_warm_up(failures: Failures) -> 
     failures.says(message, ("warm-up", "capture"))
     check_call(failures, CASE, "after the refused capture", group=group)
     graph, output = capture(partial(call, operands, group))
-    graph.replay()
-    torch.cuda.synchronize()
-    failures.expect(difference(output, right_of(0)), "captured after the warm-up")
+    found = replayed(graph, output)
+    failures.expect(difference(found, right_of(0)), "captured after the warm-up")
 
 
 def test_graphs_and_groups_end_in_any_order(failures: Failures) -> None:
@@ -176,9 +161,7 @@ def test_graphs_and_groups_end_in_any_order(failures: Failures) -> None:
         operands = operands_of(turn)
         set_plan_named(("packed", "window")[turn], Kernel.LIBRARY, group)
         graph, output = capture(partial(call, operands, group))
-        graph.replay()
-        torch.cuda.synchronize()
-        failures.expect(difference(output, right_of(turn)), "replay", turn)
+        failures.expect(difference(replayed(graph, output), right_of(turn)), "replay", turn)
         dist.destroy_process_group(group)
         del group
         gc.collect()
@@ -203,7 +186,7 @@ def test_graphs_hold_forward_and_backward(failures: Failures) -> None:
 
     graph, (output, of_input, of_weight) = capture(step)
     with torch.no_grad():
-        refill(operands, 3)
+        refill(vars(operands), vars(operands_of(3)))
     graph.replay()
     torch.cuda.synchronize()
     failures.expect(difference(output.detach(), right_of(3)), "output")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import kernels
 import overlap_torch
 import rank_pool
-from captures import capture
+from captures import capture, refill, replayed
 from checks import Failures
 from kernels import expect
 from operands import rank_device
@@ -197,16 +197,11 @@ def test_kernels_on_gpus_are_captured(failures: Failures) -> None:
         z = example.persistent_row_parallel(a, b, "reduce_scatter", 3)
         return y, z, example.column_parallel_swiglu(x, b, b, 2)[1]
 
-    graph, (y, z, gathered) = capture(calls)
+    graph, results = capture(calls)
     for seed in range(1, 5):
-        for tensor, fresh in zip(
-            (a, b), kernels.operands(m, n, k, seed=seed, dtype=torch.float32), strict=True
-        ):
-            tensor.copy_(fresh)
+        refill([a, b], kernels.operands(m, n, k, seed=seed, dtype=torch.float32))
         x.copy_(kernels.numbers(rows, k, seed=seed, rank=dist.get_rank()))
-        for tensor in (y, z, gathered):
-            tensor.fill_(float("nan"))
-        graph.replay()
+        y, z, gathered = replayed(graph, results)
         expected = kernels.reduced(m, n, k, seed)
         expect(failures, f"replay {seed}, all_reduce", y, expected)
         part = expected.chunk(dist.get_world_size())[dist.get_rank()]
@@ -371,9 +366,7 @@ def test_kernels_on_gpus_store_into_the_ranks_memory(failures: Failures) -> None
         right = kernels.reduced(m, n, k, 0, collective)
         expect(failures, collective, call(), right)
         graph, result = capture(call)
-        result.fill_(float("nan"))
-        graph.replay()
-        expect(failures, f"{collective}, in a graph", result, right)
+        expect(failures, f"{collective}, in a graph", replayed(graph, result), right)
         with mock.patch.object(job_module, "compares_all", lambda: True):
             expect(failures, f"{collective}, tiles compared", call(), right)
     overlap_torch.check()

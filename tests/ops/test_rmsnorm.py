@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import overlap_torch
 import rank_pool
+from captures import refill
 from checks import Failures, export, message_of
 from operands import Case, difference, integers, make_operands, poison, rank_device, world_name
 from overlap_torch._ops import composition
@@ -351,10 +352,7 @@ def test_rmsnorm_in_graphs_by_turns_with_plain_calls(failures: Failures) -> None
         captured = calls()
     for turn in range(20):
         others = [Call(*place, turn) for place in places]
-        for call, other in zip(prepared, others, strict=True):
-            for old, new in zip(call.arguments, other.arguments, strict=True):
-                if old is not None:
-                    old.copy_(new)
+        refill(*([one.arguments for one in made] for made in (prepared, others)))
         graph.replay()
         for each in ([captured], [captured, calls()], [calls()])[turn % 3]:
             failures.expect_equal(each, [other.total.to(BFLOAT16) for other in others], turn)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import overlap_torch
 import rank_pool
-from captures import capture
+from captures import capture, refill, replayed
 from checks import Failures, check_call, check_plan, message_of
 from machines import hopper
 from operands import Case, place, rank_device, world_name
@@ -286,11 +286,8 @@ def test_hosts_graphs_replay_with_new_inputs(failures: Failures, op: str) -> Non
     with plan_module.use_plan(plan):
         graph, outputs = capture(lambda: tensors_of(OPS[op].wrapper(*held)))
         for turn in range(6):
-            new = tensors_of(arguments[turn % 3])
-            for tensor, other in zip(tensors_of(held), new, strict=True):
-                tensor.copy_(other)
-            graph.replay()
-            failures.expect_equal(outputs, rights[turn % 3], "replay", turn)
+            refill(held, arguments[turn % 3])
+            failures.expect_equal(replayed(graph, outputs), rights[turn % 3], "replay", turn)
             between = tensors_of(OPS[op].wrapper(*arguments[1]))
             failures.expect_equal(between, rights[1], "after replay", turn)
     torch.cuda.synchronize()

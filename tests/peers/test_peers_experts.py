@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import overlap_torch
 import rank_pool
-from captures import capture
+from captures import capture, refill, replayed
 from checks import Failures
 from operands import poison, rank_device
 from overlap_torch._moe.scaled import block_quantized, row_quantized
@@ -169,12 +169,8 @@ def test_peer_rows_in_graphs(failures: Failures) -> None:
     for turn in range(60):
         kind, seed = order.randrange(len(forms)), order.randrange(3)
         if kind < plain:
-            for tensor, new in zip(given[kind], operands[kind][seed], strict=True):
-                tensor.copy_(new)
-            for output in outputs[kind]:
-                output.fill_(float("nan"))
-            graphs[kind].replay()
-            found = outputs[kind]
+            refill(given[kind], operands[kind][seed])
+            found = replayed(graphs[kind], outputs[kind])
         else:
             found = forms[plain].call("peer", *operands[plain][seed])
         count = wrong_elements(found, rights[kind][seed])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
-from captures import capture, refusal_of_capture
+from captures import capture, refill, refusal_of_capture, replayed
 from checks import Failures, check_call
 from machines import over_peers
 from operands import place, world_name
@@ -104,16 +104,12 @@ class Captured:
         self.seed = seed
         for call, (runner, mine) in enumerate(zip(self.runners, self.arguments, strict=True)):
             others = OPS[runner.op].arguments(runner.case, *place(), self.seed_of(call, seed))
-            for tensor, other in zip(tensors_of(mine), tensors_of(others), strict=True):
-                tensor.copy_(other)
+            refill(mine, others)
 
     def replay(self) -> list[torch.Tensor]:
         """Wrong elements of each call's results, on the device. Does not wait for them."""
-        for outputs in self.outputs:
-            for output in outputs:
-                output.fill_(float("nan"))
-        self.graph.replay()
-        return [self.wrong(call, outputs) for call, outputs in enumerate(self.outputs)]
+        found = replayed(self.graph, self.outputs)
+        return [self.wrong(call, outputs) for call, outputs in enumerate(found)]
 
     def wrong(self, call: int, outputs: list[torch.Tensor]) -> torch.Tensor:
         return wrong_elements(outputs, self.rights[call][self.seed])
