@@ -37,23 +37,13 @@ class Runner:
     plan: Plan | None  # None: the planner's
 
 
-@dataclass
-class _Prepared:
+def prepare(
+    op: str, case: Case, seeds: int = DISTINCT
+) -> tuple[list[Arguments], list[list[torch.Tensor]]]:
     """This rank's arguments and right results, for several seeds."""
-
-    runner: Runner
-    arguments: list[Arguments]
-    expected: list[list[torch.Tensor]]
-
-
-def _prepare(runner: Runner, seeds: int, group: dist.ProcessGroup) -> _Prepared:
-    op = OPS[runner.op]
-    if runner.plan is not None:
-        plan_module.set_plan(runner.plan, group=group)
-    return _Prepared(
-        runner,
-        [op.arguments(runner.case, *place(), seed) for seed in range(seeds)],
-        [op.expected(runner.case, *place(), seed) for seed in range(seeds)],
+    return (
+        [OPS[op].arguments(case, *place(), seed) for seed in range(seeds)],
+        [OPS[op].expected(case, *place(), seed) for seed in range(seeds)],
     )
 
 
@@ -84,8 +74,11 @@ def race(failures: Failures, runners: list[Runner], larger: Runner, calls: int, 
     order = random.Random(seed)  # the same on all ranks
     group = dist.new_group()  # whose memory has not grown yet
     name = group.group_name
-    prepared = [_prepare(runner, DISTINCT, group) for runner in runners]
-    outgrowing = _prepare(larger, 1, group)
+    for runner in (*runners, larger):
+        if runner.plan is not None:
+            plan_module.set_plan(runner.plan, group=group)
+    prepared = [(runner, *prepare(runner.op, runner.case)) for runner in runners]
+    outgrowing = (larger, *prepare(larger.op, larger.case, 1))
     wrong = torch.zeros(2, calls, dtype=torch.int64, device=device)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     kept: deque[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = deque()
@@ -102,19 +95,19 @@ def race(failures: Failures, runners: list[Runner], larger: Runner, calls: int, 
     for turn in range(calls):
         grows = turn == calls // 2
         drawn = order.randrange(len(prepared))
-        mine = prepared[turn if turn < len(prepared) else drawn]
+        runner, arguments, rights = prepared[turn if turn < len(prepared) else drawn]
         which = order.randrange(DISTINCT)
         if grows:
-            mine, which = outgrowing, 0
+            (runner, arguments, rights), which = outgrowing, 0
             held.append(torch.ops.overlap.memory(name)[1])
-        labels.append(f"{mine.runner.op} {mine.runner.label}")
-        expected = mine.expected[which]
+        labels.append(f"{runner.op} {runner.label}")
+        expected = rights[which]
         torch.ops.overlap.delay_side_stream(chance.choice((0, 0, 0, 20, 200)))
         with torch.cuda.stream(streams[turn // 16 % len(streams)]):
             if chance.random() < 0.1:
                 torch.cuda._sleep(chance.randrange(400_000))
             poison(device, *(right.numel() * right.element_size() for right in expected), 512)
-            outputs = tensors_of(OPS[mine.runner.op].wrapper(*mine.arguments[which], group=group))
+            outputs = tensors_of(OPS[runner.op].wrapper(*arguments[which], group=group))
             wrong[0, turn] = wrong_elements(outputs, expected)
             kept.append((turn, outputs, expected))
             del outputs

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures
-from operands import Case, place, poison, rank_device, world_name
-from ops import OPS, Arguments, every_op, tensors_of
+from operands import Case, poison, rank_device, world_name
+from ops import OPS, every_op, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel
-from peer_races import come_late, so_many_calls
+from peer_races import DISTINCT, come_late, prepare, so_many_calls, wrong_elements
 from plans import GPU_KERNELS, chunked_plan
 
 # (label, layout, chunks, resources)
@@ -33,16 +33,6 @@ GPU_PLANS = [
     ("exchange in a window", "exchange", 8, {"comm_sms": 8, "max_ctas": 8, "window": True}),
     ("window", "packed", 8, {"comm_sms": 8, "max_ctas": 8, "window": True}),
 ]
-
-DISTINCT = 4  # operands by turns: a result of the call before is a wrong one
-
-
-def prepare(op: str, case: Case) -> tuple[list[Arguments], list[list[torch.Tensor]]]:
-    """Arguments and right results of this rank, for several seeds."""
-    return (
-        [OPS[op].arguments(case, *place(), seed) for seed in range(DISTINCT)],
-        [OPS[op].expected(case, *place(), seed) for seed in range(DISTINCT)],
-    )
 
 
 def race_on_cpu(failures: Failures, op: str, calls: int, layout: str, chunks: int) -> None:
@@ -91,9 +81,8 @@ def race_on_gpu(
                     torch.cuda._sleep(chance.randrange(400_000))
                 poison(device, *sizes, 512)
                 outputs = tensors_of(OPS[op].wrapper(*operands[turn % DISTINCT]))
-                for output, right in zip(outputs, expected[turn % DISTINCT], strict=True):
-                    wrong[turn] += (output != right).sum()
-                del outputs, output
+                wrong[turn] = wrong_elements(outputs, expected[turn % DISTINCT])
+                del outputs
             come_late(chance)
     torch.cuda.synchronize()
     torch.ops.overlap.delay_side_stream(0)
