@@ -94,7 +94,7 @@ def test_other_calls_run_as_the_model_says(failures: Failures, tmp_path) -> None
                 again = message_of(integration.fuse_norms, model)
                 failures.holds("fused already", again, expected)
         fusion.undo()
-        failures.expect(difference(found.detach(), right.detach()), expected)
+        failures.expect(difference(found, right), expected)
         said = f"one after the other: {LAYERS} calls of layers, "
         alike = len(notes) == 2 and said in notes[1] and expected in notes[1]
         failures.expect(None if alike else f"report says {notes}", expected)

@@ -167,7 +167,7 @@ def test_nn_layers_in_other_manners(failures: Failures, kind: str, sequence: boo
                 outputs = form.call(run, mine, 4)
             for output, right in zip(outputs, all_outputs(halves, whole.bfloat16()), strict=True):
                 right = form.cut_output(right.detach())
-                failures.expect(difference(output.detach(), right), "autocast", form)
+                failures.expect(difference(output, right), "autocast", form)
             sum(output.sum() for output in outputs).backward()
         dtypes = {mine.grad.dtype, *(parameter.grad.dtype for parameter in layer.parameters())}
         failures.equal(dtypes, {torch.float32}, "autocast", form)
@@ -175,7 +175,7 @@ def test_nn_layers_in_other_manners(failures: Failures, kind: str, sequence: boo
         for group in (None, world_name(), second):
             outputs = form.call(form.layer(linears, group=group), mine, 4)
             right = [form.cut_output(output.detach()) for output in all_outputs(linears, whole)]
-            failures.expect_equal([one.detach() for one in outputs], right, "group", group)
+            failures.expect_equal(outputs, right, "group", group)
         doubles = copy.deepcopy(linears).double()
         beside(layer.double(), 5, every, "double", linears=doubles)
 

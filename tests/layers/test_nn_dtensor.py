@@ -249,7 +249,7 @@ def test_nn_parameters_are_copied_and_converted(failures: Failures, kind: str) -
         "meta of another device": elsewhere,
         "tied": tied,
     }.items():
-        failures.expect(difference(output(other).detach(), right), what)
+        failures.expect(difference(output(other), right), what)
         own = other.get_parameter(weight)
         failures.equal(own._spec, spec, what)
         layer.zero_grad()
@@ -264,7 +264,7 @@ def test_nn_parameters_are_copied_and_converted(failures: Failures, kind: str) -
     failures.expect(difference(doubled, 2 * own.grad.to_local()), "gradients added")
 
     converted = copy.deepcopy(layer).double()
-    failures.expect(difference(output(converted, mine.double()).detach(), right.double()), "double")
+    failures.expect(difference(output(converted, mine.double()), right.double()), "double")
     parameter = converted.get_parameter(weight)
     dtypes = (parameter.dtype, parameter.grad.dtype, own.dtype)
     failures.equal(dtypes, (torch.float64, torch.float64, torch.float32), "double")
@@ -273,13 +273,13 @@ def test_nn_parameters_are_copied_and_converted(failures: Failures, kind: str) -
     owner, _, name = weight.rpartition(".")
     parametrize.register_parametrization(halved.get_submodule(owner), name, Doubled())
     twice = functional.linear(input, 2 * linears[0].weight, linears[0].bias).detach()
-    failures.expect(difference(output(halved).detach(), form.cut_output(twice)), "parametrized")
+    failures.expect(difference(output(halved), form.cut_output(twice)), "parametrized")
     with torch.no_grad():
         failures.expect(difference(output(halved), form.cut_output(twice)), "no gradients")
 
     parts = {name: 2 * value.to_local() for name, value in layer.state_dict().items()}
     found = output(lambda given: torch.func.functional_call(layer, parts, (given,)))
-    failures.expect(difference(found.detach(), 2 * right), "functional_call with parts")
+    failures.expect(difference(found, 2 * right), "functional_call with parts")
 
 
 @pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
@@ -292,4 +292,4 @@ def test_nn_parameters_serve_functional_transforms(failures: Failures) -> None:
         return functional.linear(given, *local_parts(layer.weight, layer.bias)).sum()
 
     right = my_part(linear.weight.detach(), 0).sum(0).expand_as(input)
-    failures.expect(difference(torch.func.grad(outputs)(input).detach(), right), "torch.func.grad")
+    failures.expect(difference(torch.func.grad(outputs)(input), right), "torch.func.grad")

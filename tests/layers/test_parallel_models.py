@@ -86,7 +86,7 @@ def test_parallel_model_has_the_unsharded_models_gradients(
     torch._dynamo.reset()
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if how == "compiled" else model
     output = run(tokens)
-    failures.expect(difference(output.detach(), expected.detach()), "output")
+    failures.expect(difference(output, expected), "output")
     output.backward(gradient)
     check_parameter_gradients(failures, model, whole)
     # The same as PyTorch's own styles, down to placements.
@@ -124,7 +124,7 @@ def test_parallel_model_works_beside_fsdp(
         expected, output = whole(tokens), model(mine)
         if step == 0:
             right = expected.detach().chunk(2)[grid.get_local_rank("dp")]
-            failures.expect(difference(output.detach(), right), "output")
+            failures.expect(difference(output, right), "output")
         (expected.sum() / 2).backward()
         output.sum().backward()
         if step == 0:  # integers; later sums round

@@ -145,7 +145,7 @@ def check_against_whole(
     counted = contextlib.nullcontext if gathers is None else Traffic
     with counted() as forward:
         output = run(mine, **parts)
-    failures.expect(difference(output.detach(), cut(expected, given)), "output", *where)
+    failures.expect(difference(output, cut(expected, given)), "output", *where)
     with counted() as backward:
         output.backward(cut(gradient, given))
     right = input.grad if distributed else cut(input.grad, given)
@@ -257,9 +257,7 @@ def test_parallel_prepared_input_has_other_readers(failures: Failures) -> None:
         prepared, _ = next(iter(model._forward_pre_hooks.values()))(model, (mine,), {})
         own = model.mixed(prepared[0], None)[0]
         failures.expect(
-            difference(
-                own.detach(), q.detach().chunk(len(mesh().mesh), -1)[mesh().get_local_rank()]
-            ),
+            difference(own, q.detach().chunk(len(mesh().mesh), -1)[mesh().get_local_rank()]),
             how,
         )
         grads = traffic_of(lambda: own.sum().backward())  # noqa: B023, called at once
@@ -294,9 +292,9 @@ def test_parallel_prepared_input_has_a_second_derivative_by_other_readers(
     mine = cut(whole_input, Shard(0)).clone().requires_grad_()
     _, cubes = model(mine)
     (first,) = torch.autograd.grad(cubes.sum(), mine, create_graph=True)
-    failures.expect(difference(first.detach(), 3 * mine.detach() ** 2), "first")
+    failures.expect(difference(first, 3 * mine.detach() ** 2), "first")
     (second,) = torch.autograd.grad(first.sum(), mine)
-    failures.expect(difference(second, 6 * mine.detach()), "second")
+    failures.expect(difference(second, 6 * mine), "second")
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))

@@ -169,7 +169,7 @@ def check_beside_linears(
     expected, outputs = all_outputs(linears, whole), form.call(run, mine, tokens)
     for i, (output, right) in enumerate(zip(outputs, expected, strict=True)):
         right = form.cut_output(right.detach())
-        failures.expect(difference(output.detach(), right), "output", i, *where)
+        failures.expect(difference(output, right), "output", i, *where)
     grads = [integers(*right.shape, seed=4 + i, dtype=dtype) for i, right in enumerate(expected)]
     torch.autograd.backward([expected[i] for i in used], [grads[i] for i in used])
     own = [form.cut_output(grad).contiguous() for grad in grads]

@@ -89,8 +89,7 @@ def test_autograd_gradients_are_the_compositions(
             for leaf, needed in zip(leaves, needs, strict=True):
                 leaf.requires_grad_(needed)
             outputs = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))
-            values = [output.detach() for output in outputs]
-            failures.expect_equal(values, expected, op, case, "needs", needs)
+            failures.expect_equal(outputs, expected, op, case, "needs", needs)
             # All outputs, and of several each alone: what was not used has no gradient.
             subsets = [
                 range(len(outputs)),
@@ -141,7 +140,7 @@ def test_autograd_allreduce_backward_does_not_communicate(failures: Failures) ->
             failures.expect(difference(operands.input.grad, right[0]), "turn", turn)
         again = overlap_torch.gemm_allreduce(operands.input, operands.weight, operands.bias)
         expected = expected_output(case, world, device, turn)
-        failures.expect(difference(again.detach(), expected), "after turn", turn)
+        failures.expect(difference(again, expected), "after turn", turn)
 
 
 @every_op
@@ -261,8 +260,7 @@ def test_autocast_casts_as_linear_does(
             with torch.autocast(device.type, target, enabled=enabled):
                 dtype = functional.linear(leaves[0], leaves[1]).dtype
                 outputs = tensors_of(call(*arguments, group=world_name()))
-            values = [output.detach() for output in outputs]
-            failures.expect_equal(values, [value.to(dtype) for value in expected], *where)
+            failures.expect_equal(outputs, [value.to(dtype) for value in expected], *where)
             for leaf in leaves:
                 leaf.grad = None
             torch.autograd.backward(outputs, output_gradients(op, outputs, rank))

@@ -83,7 +83,7 @@ def check_ops(failures: Failures, group: dist.ProcessGroup, device: torch.device
             leaves = [leaf.requires_grad_() for leaf in tensors_of(arguments)]
             outputs = tensors_of(OPS[op].wrapper(*arguments, group=group))
             right = OPS[op].expected(case, rank, world, device)
-            failures.expect_equal([output.detach() for output in outputs], right, op, case)
+            failures.expect_equal(outputs, right, op, case)
             torch.autograd.backward(outputs, output_gradients(op, outputs, rank))
             gradients = right_gradients(op, case, world, device, 0, range(len(outputs)))
             failures.expect_equal([leaf.grad for leaf in leaves], gradients, "backward", op, case)
@@ -101,7 +101,7 @@ def check_layers(failures: Failures, group: dist.ProcessGroup, device: torch.dev
         mine = cut(whole).detach().clone().requires_grad_()
         expected, output = last(first(whole)), row(column(mine))
         where = ("layers", "sequence", sequence, "bias", bias)
-        failures.expect(difference(output.detach(), cut(expected.detach())), *where)
+        failures.expect(difference(output, cut(expected.detach())), *where)
         gradient = integers(12, 4, seed=4).to(device)
         expected.backward(gradient)
         output.backward(cut(gradient))
@@ -154,7 +154,7 @@ def test_backend_fake_runs_each_op_dry(failures: Failures) -> None:
             failures.expect(None if shapes else str(outputs), op, case)
             if op == "gemm_allreduce":
                 own = functional.linear(*arguments)
-                failures.expect(difference(outputs[0].detach(), own.detach()), op, case)
+                failures.expect(difference(outputs[0], own), op, case)
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
             missing = [i for i, leaf in enumerate(leaves) if leaf.grad.shape != leaf.shape]
             failures.expect(f"gradients {missing}" if missing else None, op, case)

@@ -189,7 +189,7 @@ def test_graphs_hold_forward_and_backward(failures: Failures) -> None:
         refill(vars(operands), vars(operands_of(3)))
     graph.replay()
     torch.cuda.synchronize()
-    failures.expect(difference(output.detach(), right_of(3)), "output")
+    failures.expect(difference(output, right_of(3)), "output")
     right = torch.zeros_like(of_input)
     right[0] = operands.weight.detach().double().sum(0).to(CASE.dtype)
     failures.expect(difference(of_input, right), "gradient of input")

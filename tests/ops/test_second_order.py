@@ -65,7 +65,7 @@ def expect_gradients(failures: Failures, got: Gradients, right: Gradients, *wher
     """A gradient that there is none of may be zeros."""
     for i, (gradient, value) in enumerate(zip(got, right, strict=True)):
         if gradient is not None and value is not None:
-            failures.expect(difference(gradient.detach(), value.detach()), "by", i, *where)
+            failures.expect(difference(gradient, value), "by", i, *where)
         else:
             rest = given([gradient, value])
             nothing = not any(bool(tensor.any()) for tensor in rest)
@@ -238,7 +238,7 @@ def test_second_order_by_operands_of_allreduce_does_not_communicate(failures: Fa
         got = torch.autograd.grad([gradient.square().sum() for gradient in first], leaves[:2])
         right = 2 * factor @ (factor.t() @ input), 2 * factor.t() @ (factor @ weight)
         for value, exact in zip(got, right, strict=True):
-            failures.expect(difference(value, exact.detach()))
+            failures.expect(difference(value, exact))
     failures.expect(None)
 
 
@@ -421,7 +421,7 @@ def test_transforms_of_ops(failures: Failures, op: str) -> None:
         got = torch.func.grad(lambda *t: call(*t).square().sum(), places)(*mine)  # noqa: B023
         expect_gradients(failures, list(got), right, op, "grad", way)
         output, backward = torch.func.vjp(call, *mine)
-        failures.expect(difference(output, results[rank][0].detach()), op, "vjp's output")
+        failures.expect(difference(output, results[rank][0]), op, "vjp's output")
         got = backward(2 * output)
         expect_gradients(failures, list(got), right, op, "vjp", way)
 
@@ -493,7 +493,7 @@ def test_transforms_of_layers(failures: Failures) -> None:
         got, by_parameters = torch.func.grad(loss, (0, 1))(input, parameters)
         failures.expect(difference(got, cut(by_input.detach())), "grad by input", *where)
         got = by_parameters["1"]["bias"]
-        failures.expect(difference(got, by_bias.detach()), "grad by bias", *where)
+        failures.expect(difference(got, by_bias), "grad by bias", *where)
 
         def gradient(input: torch.Tensor) -> torch.Tensor:
             return torch.func.grad(loss)(input, parameters)  # noqa: B023
