@@ -48,7 +48,7 @@ class Gate:
         gated: False for experts without a gate: ``act(alpha * up) / alpha``, and ``gate_up`` is [e, I, H].
 
     Raises:
-        ValueError: an unknown name, an alpha of 0, or a limit that is not positive.
+        ValueError: an unknown name, an alpha of 0, a limit that is not positive, or a limit or an offset without a gate.
     """
 
     name: str = "silu"
@@ -65,6 +65,22 @@ class Gate:
             )
         if self.limit is not None and self.limit <= 0:
             raise ValueError(f"limit is a number above 0, or None, but is {self.limit}")
+        if not self.gated and (self.limit is not None or self.offset != 0):
+            raise ValueError(
+                f"limit and offset are for experts with a gate, but got limit={self.limit} and offset={self.offset} with gated=False"
+            )
+
+    @classmethod
+    def of(cls, activation: object) -> Gate:
+        """A name's or a gate's; raises TypeError for anything else."""
+        if isinstance(activation, str):
+            return cls(activation)
+        if not isinstance(activation, cls):
+            raise TypeError(
+                f"activation is {', '.join(map(repr, filter(None, _ACTIVATIONS)))} or an overlap_torch.Gate, but it is a "
+                f"{type(activation).__name__}"
+            )
+        return activation
 
     def form(self, interleaved: bool) -> tuple[str, float, float, float, bool, bool]:
         """The operator's arguments; a limit of 0 means no limit."""

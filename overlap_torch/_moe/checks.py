@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from overlap_torch._layers.sharding import checked_count
 from overlap_torch._moe import ops
 from overlap_torch._moe.activation import Gate
 from overlap_torch._ops.fakes import DTYPES
-from overlap_torch._ops.gradients import refuse_tangents
+from overlap_torch._ops.gradients import refuse_tangents, refuse_transforms
 from overlap_torch._ops.group import place_of, reaches
 from overlap_torch._ops.nested import check_tensors
 
@@ -32,12 +34,14 @@ class Operands(NamedTuple):
 
 
 def experts_of_ranks(num_experts: int | Sequence[int], ranks: int) -> list[int]:
-    if isinstance(num_experts, int):
+    several = isinstance(num_experts, Sequence) and not isinstance(num_experts, str)
+    if several:
+        found = [checked_count("a rank's number of experts", each) for each in num_experts]
+    else:
+        num_experts = checked_count("num_experts", num_experts)
         largest = -(-num_experts // ranks)
         found = [max(0, min(largest, num_experts - rank * largest)) for rank in range(ranks)]
-    else:
-        found = list(num_experts)
-    if len(found) != ranks or min(found) < 0 or sum(found) == 0:
+    if len(found) != ranks or sum(found) == 0:
         raise ValueError(
             f"num_experts is {num_experts} for a group of {ranks} ranks: give the number of all experts, at least 1, or a list "
             "with the number of each rank's"
@@ -47,6 +51,8 @@ def experts_of_ranks(num_experts: int | Sequence[int], ranks: int) -> list[int]:
 
 def check_tokens(what: str, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
     check_tensors(what, x=x, topk_ids=topk_ids)
+    if not is_dynamo_compiling():
+        refuse_transforms(what)
     refuse_tangents(what, x)
     if x.dtype not in DTYPES:
         raise TypeError(f"{what} takes x in {named(DTYPES)}, but it is {x.dtype}")
@@ -145,12 +151,21 @@ def one_weight(name: str, weights: Weights, pairs: bool) -> tuple[torch.Tensor, 
         raise TypeError(
             f"moe: {name} must be a tensor or a list of tensors, but it is a {type(weights).__name__}"
         )
+    for weight in weights:
+        if not isinstance(weight, torch.Tensor):
+            raise TypeError(
+                f"moe: {name} is a list of tensors, but holds a {type(weight).__name__}"
+            )
     if pairs and len(weights) == 2 and all(weight.dim() == 3 for weight in weights):
         return tuple(weights)
     if len(weights) == 0 or any(weight.dim() != 2 for weight in weights):
         raise ValueError(
             f"{name} is a tensor [e, N, K]{', a pair of them,' if pairs else ''} or a list of e tensors [N, K], but got shapes "
             f"{[tuple(weight.shape) for weight in weights]}; a rank without experts gives a tensor [0, N, K]"
+        )
+    if len({weight.shape for weight in weights}) > 1:
+        raise ValueError(
+            f"{name} is a list of e tensors of one shape [N, K], but got {[tuple(weight.shape) for weight in weights]}"
         )
     return (torch.stack(tuple(weights)),)
 

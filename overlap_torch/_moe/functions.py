@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from overlap_torch._layers.linear import as_under_autocast
+from overlap_torch._layers.sharding import checked_count
 from overlap_torch._moe import expert_op, ops, scaled  # noqa: F401, registers operators
 from overlap_torch._moe.activation import Gate
 from overlap_torch._moe.checks import (
@@ -32,7 +34,7 @@ from overlap_torch._moe.products import gate_fits
 from overlap_torch._ops.composition import accumulated
 from overlap_torch._ops.eager import is_seen
 from overlap_torch._ops.fakes import DTYPES
-from overlap_torch._ops.gradients import refuse_tangents
+from overlap_torch._ops.gradients import refuse_tangents, refuse_transforms
 from overlap_torch._ops.group import Group, group_name, place_of
 from overlap_torch._ops.nested import check_tensors
 
@@ -106,6 +108,7 @@ def moe_dispatch(
     """
     name = group_name(group)
     check_tokens("moe_dispatch", x, topk_ids)
+    align = checked_count("align", align)
     if align < 1:
         raise ValueError(f"align is a number of rows, at least 1, but is {align}")
     experts = experts_of_ranks(num_experts, place_of(name)[0])
@@ -140,8 +143,15 @@ def moe_combine(
         TypeError: dtypes that do not fit.
         RuntimeError: as :func:`moe_dispatch`.
     """
+    if not isinstance(route, Route):
+        raise TypeError(
+            f"moe_combine takes the Route that moe_dispatch returned, but got a {type(route).__name__}"
+        )
+    check_tensors("moe_combine", results=results)
     rows = route.routes[3].shape[0]
     refuse_tangents("moe_combine", results)
+    if not is_dynamo_compiling():
+        refuse_transforms("moe_combine")
     if results.dim() != 2 or results.shape[0] != rows:
         raise ValueError(
             f"moe_combine takes results [R, D] with the dispatch's R = {rows} rows, but their shape is {tuple(results.shape)}"
@@ -150,7 +160,12 @@ def moe_combine(
         raise TypeError(
             f"moe_combine takes results in {named(DTYPES)}, but they are {results.dtype}"
         )
+    if results.device != route.offs.device:
+        raise ValueError(
+            f"moe_combine takes results on the dispatch's {route.offs.device}, but they are on {results.device}"
+        )
     if topk_weights is not None:
+        check_tensors("moe_combine", topk_weights=topk_weights)
         check_shares("moe_combine", topk_weights, route.shape, results)
     *leading, choices = route.shape
     tokens = torch.Size(leading).numel()
@@ -222,7 +237,7 @@ def moe(
         shares_on: where the shares multiply: ``"output"``, ``"hidden"`` (before down) or ``"input"``.
         save: what stays in memory for backward besides the tokens. ``"rows"``: the experts' rows [R, H], and the products with
             gate_up. ``"gate_up"``: the products; backward dispatches the tokens again. ``"nothing"``: backward also
-            computes the products again. With ``shares_on="input"`` only ``"rows"``.
+            computes the products again. With ``shares_on="input"`` only ``"rows"``. The same on all ranks.
         sum_order, max_tokens, max_rows, transport: as :func:`moe_dispatch`.
 
     Returns:
@@ -234,16 +249,25 @@ def moe(
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`moe_dispatch`, and for weights, biases or options that do not fit.
-        NotImplementedError: an operand has a tangent (forward mode); the two halves raise it, too.
+        NotImplementedError: an operand has a tangent (forward mode), or a transform of ``torch.func`` is active; the two halves
+            raise it, too.
     """
     name = group_name(group)
-    gate = Gate(activation) if isinstance(activation, str) else activation
+    gate = Gate.of(activation)
     check_options(shares_on, save)
     check_tensors("moe", x=x, topk_ids=topk_ids, topk_weights=topk_weights)
     gate_up, (down,) = one_weight("gate_up", gate_up, gate.gated), one_weight("down", down, False)
     if interleaved and len(gate_up) == 2:
         raise ValueError("interleaved= is for one gate_up, but got a pair (gate, up)")
     operands = (x, gate_up_bias, down_bias, *gate_up, down)
+    check_tensors("moe", gate_up=gate_up[0], up=gate_up[-1], down=down)
+    for name_of, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
+        if bias is not None:
+            check_tensors("moe", **{name_of: bias})
+    if down.dim() != 3:
+        raise ValueError(
+            f"moe takes down [e, H, I], or a list of e tensors [H, I], but its shape is {tuple(down.shape)}"
+        )
     scales = scales_given(scale_gate_up, scale_down)
     fp8 = len(scales) > 0 or scaled.FP8 in {each.dtype for each in operands[3:]}
     cast = as_under_autocast(*operands[: 3 if fp8 else None])

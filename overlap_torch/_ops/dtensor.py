@@ -62,6 +62,12 @@ def _imported(name: str, member: str) -> Any:
     return module if hasattr(module, member) else None
 
 
+def is_one(tensor: torch.Tensor) -> bool:
+    """True if it is a DTensor."""
+    tensors = _imported(_DTENSOR, "DTensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
 def _refuse(cls: type, op: torch._ops.OpOverload, types: Any, args: Any, kwargs: Any) -> None:
     name = op._schema.name.partition("::")[2]
     given = ", ".join(

@@ -92,6 +92,15 @@ def refuse_tangents(op: str, *operands: torch.Tensor | None) -> None:
             )
 
 
+def refuse_transforms(op: str) -> None:
+    """Raises NotImplementedError within a transform of torch.func. A compiler need not see it."""
+    if transforms_are_active():
+        raise NotImplementedError(
+            f"{op} takes no transform of torch.func (grad, vmap and others): differentiate with backward() or torch.autograd.grad, "
+            "and make one dim of a vmap's elements"
+        )
+
+
 def needs_recording(op: str, *operands: torch.Tensor | None) -> bool:
     """True if a kernel has to record the call; raises NotImplementedError if an operand has a tangent."""
     dtensor.make_ops_known()

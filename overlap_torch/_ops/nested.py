@@ -7,9 +7,10 @@ import functools
 from typing import Any, NoReturn
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from overlap_torch._ops import library
+from overlap_torch._ops import dtensor, library
 
 _kernels = torch.library.Library("overlap", "IMPL")
 
@@ -29,12 +30,22 @@ def refuse_nested(what: str, name: str, tensor: torch.Tensor) -> NoReturn:
 
 
 def check_tensors(what: str, **operands: object) -> None:
-    """Raises TypeError unless all operands of a call of ``what`` are tensors, and none is nested."""
+    """Raises TypeError unless all operands of a call of ``what`` are tensors: none is nested, sparse or a DTensor."""
     for name, value in operands.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{what}: {name} must be a tensor, but it is a {type(value).__name__}")
         if value.is_nested:
             refuse_nested(what, name, value)
+        if value.layout != torch.strided:
+            raise TypeError(
+                f"{what} takes dense tensors, but its {name} is of layout {value.layout}: call it with {name}.to_dense()"
+            )
+        plain = type(value) is torch.Tensor or is_dynamo_compiling()
+        if not plain and dtensor.is_one(value):
+            raise TypeError(
+                f"{what} takes this rank's tensors, but its {name} is a DTensor with placements {value.placements}: call it with "
+                f"{name}.to_local()"
+            )
 
 
 def check_input(what: str, input: torch.Tensor) -> None:

@@ -78,7 +78,7 @@ class MoE(torch.nn.Module):
             )
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts = num_experts
-        self.activation = Gate(activation) if isinstance(activation, str) else activation
+        self.activation = Gate.of(activation)
         self.interleaved, self.shares_on, self.save = interleaved, shares_on, save
         self.sum_order, self.transport = sum_order, transport
         self.max_tokens, self.max_rows = max_tokens, max_rows

@@ -23,6 +23,11 @@ from overlap_torch._moe import ops
 from tests.ops.test_moe import ROUTINGS, Case, ids_of
 
 
+def as_dtensor(tensor: torch.Tensor) -> DTensor:
+    mesh = init_device_mesh(tensor.device.type, (dist.get_world_size(),))
+    return DTensor.from_local(tensor, mesh, [Shard(0)])
+
+
 def whole_order(case: Case, rank: int, world: int, align: int) -> tuple[list, list[int], list[int]]:
     """The rows that this rank's experts get, as (source, token), None for padding; the ends and the counts."""
     experts = case.experts_of(world)
@@ -259,6 +264,16 @@ WRONG = [
         {"transport": "peer", "max_rows": 8, "max_tokens": 1 << 27},
     ),
     (ValueError, "a list of e tensors", {"gate_up": lambda weight: []}),
+    (ValueError, "of one shape [N, K]", {"gate_up": lambda w: [w[0], w[1, 2:]]}),
+    (TypeError, "holds a NoneType", {"gate_up": lambda weight: [None, None]}),
+    (TypeError, "gate_up_bias must be a tensor", {"gate_up_bias": (1.0, 2.0)}),
+    (TypeError, "call it with gate_up.to_dense()", {"gate_up": torch.Tensor.to_sparse}),
+    (TypeError, "call it with x.to_local()", {"x": as_dtensor}),
+    (TypeError, "call it with down.to_local()", {"down": as_dtensor}),
+    (ValueError, "but its shape is ()", {"down": torch.Tensor.sum}),
+    (TypeError, "an overlap_torch.Gate, but it is a function", {"activation": lambda: None}),
+    (TypeError, "num_experts must be an integer, but it is a float", {"num_experts": 4.0}),
+    (TypeError, "number of experts must be an integer, but it is a float", {"num_experts": [2.0]}),
     (ValueError, "for one gate_up", {"gate_up": lambda w: w.chunk(2, 1), "interleaved": True}),
 ]
 
@@ -289,6 +304,18 @@ def test_moe_errors_come_before_anything_is_sent(failures: Failures) -> None:
     message = message_of(overlap_torch.moe_combine, torch.cat([rows, rows[:1]]), route)
     if rows.shape[0] > 0:
         failures.holds(f"R = {rows.shape[0]} rows", message)
+    for text, given in (
+        ("the Route that moe_dispatch returned, but got a Tensor", (rows, route.offs)),
+        ("results must be a tensor, but it is a NoneType", (None, route)),
+        ("but they are on meta", (rows.to("meta"), route)),
+        ("topk_weights must be a tensor, but it is a list", (rows, route, [1.0])),
+    ):
+        failures.raises(text, overlap_torch.moe_combine, *given)
+    for text, gate in (
+        ("limit=7.0 and offset=0.0", {"limit": 7.0}),
+        ("offset=1.0", {"offset": 1.0}),
+    ):
+        failures.raises(text, overlap_torch.Gate, gated=False, **gate)
     failures.expect(None if overlap_torch.moe(*operands(False)).isfinite().all() else "not finite")
 
 
@@ -397,7 +424,7 @@ def single_rank_group() -> dist.ProcessGroup:
 
 @pytest.mark.ranks((1, "gloo"))
 def test_moe_refuses_tangents(failures: Failures) -> None:
-    """In forward mode, of every operand; none is left out in silence."""
+    """In forward mode, of every operand; none is left out in silence. And transforms of torch.func."""
     x, ids, shares, *weights = operands(False)
 
     def halves(x, ids, shares):
@@ -415,6 +442,12 @@ def test_moe_refuses_tangents(failures: Failures) -> None:
                 dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
                 operands_with_one = [*given[:place], dual, *given[place + 1 :]]
                 failures.raises("has a tangent", call, *operands_with_one)
+        for transform in (torch.vmap, torch.func.grad):
+            one = (lambda x: call(x, *given[1:]).sum(), x[None] if transform is torch.vmap else x)  # noqa: B023
+            failures.raises("takes no transform of torch.func", transform(one[0]), one[1])
+    rows, route = overlap_torch.moe_dispatch(x, ids, num_experts=weights[0].shape[0])
+    of_rows = torch.func.grad(lambda rows: overlap_torch.moe_combine(rows, route).sum())
+    failures.raises("takes no transform of torch.func", of_rows, rows)
 
     tokens = torch.ones(2, 16, dtype=torch.bfloat16), ids[:2].clamp(min=0), shares[:2]
     weights = [torch.ones(4, *of).to(torch.float8_e4m3fn) for of in ((32, 16), (16, 16))]
