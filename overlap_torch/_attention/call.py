@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from overlap_torch._attention.exchange import Exchange, Heads
-from overlap_torch._attention.kernels import AttentionKernel, Call, Form, calls_of, kernels_of
+from overlap_torch._attention.kernels import (
+    AttentionKernel,
+    BuiltInKernel,
+    Call,
+    Form,
+    calls_of,
+    kernels_of,
+)
 from overlap_torch._attention.peers import (
     Chunk,
     PeerExchange,
@@ -278,11 +285,24 @@ def _attend(
         if per_head:
             work = replace(work, per_head=tuple(per_head))
         o, kept = kernel.forward(*_rows(((q, rows), (k, keys), (v, keys))), work)
+        if not isinstance(kernel, BuiltInKernel):
+            _check_output(
+                kernel.name, o, (q.shape[0], rows.stop - rows.start, q.shape[2], v.shape[3]), q
+            )
         outputs.append(o)
         saved.append(kept)
     if not outputs:
         outputs.append(q.new_empty((q.shape[0], 0, q.shape[2], v.shape[3])))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), saved
+
+
+def _check_output(name: str, o: object, shape: tuple[int, ...], q: torch.Tensor) -> None:
+    """Raises ValueError unless a caller's kernel returned a tensor of this shape and of q's dtype."""
+    if not isinstance(o, torch.Tensor) or tuple(o.shape) != shape or o.dtype != q.dtype:
+        got = f"{tuple(o.shape)} in {o.dtype}" if isinstance(o, torch.Tensor) else type(o).__name__
+        raise ValueError(
+            f"{name} returned {got}, but the output of its queries is [B, Tq, h, Dv], {shape} in {q.dtype}"
+        )
 
 
 def _differentiate(

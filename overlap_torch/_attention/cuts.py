@@ -11,6 +11,7 @@ import torch
 
 from overlap_torch._layers.sharding import checked_count
 from overlap_torch._ops.group import Group, group_name, group_rank, world_size
+from overlap_torch._ops.nested import check_tensors
 
 Tokens = str | Sequence[int]
 Span = tuple[int, int]  # the first position and the one after the last
@@ -125,7 +126,8 @@ def cut_tokens(
     Raises:
         ValueError: numbers that do not fit the sequence or the group.
     """
-    spans = _whole_numbers("cut_tokens", tokens, x.shape[dim], group_name(group))
+    check_tensors("cut_tokens", x=x)
+    spans = _whole_numbers("cut_tokens", tokens, x.size(dim), group_name(group))
     parts = [x.narrow(dim, begin, end - begin) for begin, end in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 

@@ -25,6 +25,7 @@ from overlap_torch._attention.peers import cut_heads, route_of, takes
 from overlap_torch._attention.work import Problem, parts_allowed, seconds, share_of
 from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._ops.fakes import DTYPES
+from overlap_torch._ops.gradients import refuse_tangents, refuse_transforms
 from overlap_torch._ops.graphs import constant_in_graphs, outside_graphs
 from overlap_torch._ops.group import Group, group_name, place_of, reaches
 from overlap_torch._ops.nested import check_tensors
@@ -134,16 +135,22 @@ def _kernel(kernel: Kernel, device: torch.device) -> Kernel:
 
 
 @functools.lru_cache(maxsize=256)
-def check_calls(problem: Problem, kernel: str | AttentionKernel, form: Form) -> None:
+def check_calls(
+    problem: Problem, kernel: str | AttentionKernel, form: Form, scale: float = 1.0
+) -> None:
     """Raises NotImplementedError, on every rank alike, if a call of some rank is one that no kernel takes."""
     for rank in range(problem.ranks):
-        for _ in calls_of(share_of(problem, rank), kernels_of(kernel), form, 1.0):
+        for _ in calls_of(share_of(problem, rank), kernels_of(kernel), form, scale):
             pass
 
 
 @functools.lru_cache(maxsize=256)
 def choose_parts(
-    problem: Problem, kernel: str | AttentionKernel, form: Form, backward: bool
+    problem: Problem,
+    kernel: str | AttentionKernel,
+    form: Form,
+    backward: bool,
+    scale: float = 1.0,
 ) -> int:
     """The head parts of the least expected time, among those that heads and kernels allow; see `seconds`.
 
@@ -154,7 +161,7 @@ def choose_parts(
     for parts in reversed(parts_allowed(problem.ranks, problem.heads, problem.kv_heads)):
         candidate = problem._replace(parts=parts)
         try:
-            check_calls(candidate, kernel, form)
+            check_calls(candidate, kernel, form, scale)
         except NotImplementedError as error:
             why.append(error)
             continue
@@ -167,18 +174,21 @@ def choose_parts(
 
 
 @constant_in_graphs
-def _parts(head_parts: int | None, backward: bool, kernel, problem: tuple, form: tuple) -> int:
+def _parts(
+    head_parts: int | None, backward: bool, kernel, problem: tuple, form: tuple, scale: float
+) -> int:
     """The head parts of a call; a compiler takes them as they are."""
     problem, form = Problem(*problem), Form(*form)
+    scale = scale if scale <= 0 else 1.0  # kernels take all above 0, or none
     if head_parts is None:
-        return choose_parts(problem, kernel, form, backward)
+        return choose_parts(problem, kernel, form, backward, scale)
     allowed = parts_allowed(problem.ranks, problem.heads, problem.kv_heads)
     if head_parts not in allowed:
         raise ValueError(
             f"head_parts={head_parts}: {problem.heads} query heads and {problem.kv_heads} key/value heads on {problem.ranks} ranks allow "
             f"{', '.join(map(str, allowed))} (1: keys and values are gathered; the number of ranks: all is cut by heads)"
         )
-    check_calls(problem._replace(parts=head_parts), kernel, form)
+    check_calls(problem._replace(parts=head_parts), kernel, form, scale)
     return head_parts
 
 
@@ -332,11 +342,26 @@ def context_parallel_attention(
     Raises:
         ValueError: shapes, devices, a mask, a cut, documents or head parts that do not fit, or an unknown group.
         TypeError: dtypes that do not fit, nested tensors, or a ``group`` or ``kernel`` that is none of the above.
-        NotImplementedError: a kernel that was asked for does not take a call; the message says which.
+        NotImplementedError: a kernel that was asked for does not take a call; the message says which. Or an operand has a tangent
+            (forward mode), or a transform of ``torch.func`` is active.
         RuntimeError: on CPU, ranks whose calls differ (on CUDA under ``OVERLAP_DEBUG=1``); a second derivative.
     """
     name = group_name(group)
     check_tensors(_WHAT, q=q, k=k, v=v)
+    if not isinstance(per_head, Sequence) or isinstance(per_head, str):
+        raise TypeError(f"per_head is a list of tensors, but it is a {type(per_head).__name__}")
+    check_tensors(_WHAT, **{f"per_head[{at}]": each for at, each in enumerate(per_head)})
+    if not is_dynamo_compiling():
+        refuse_tangents(_WHAT, q, k, v, *per_head)
+        refuse_transforms(_WHAT)
+    if isinstance(scale, torch.Tensor) and scale.requires_grad:
+        raise ValueError(
+            "scale is a number and has no gradient, but got a tensor that requires one: multiply q by it, and give scale=1.0"
+        )
+    if tokens is None or isinstance(tokens, int):
+        raise TypeError(
+            f'tokens is "contiguous", "zigzag" or a list with each rank\'s number, but got {tokens!r}'
+        )
     q, k, v = as_under_autocast(q, k, v)
     chosen = _kernel(kernel, q.device)
     # A compiler takes sizes and numbers as they are, and compiles again where they change.
@@ -397,10 +422,11 @@ def _problem(
     band = _band(causal, window)
     lengths = _documents(documents, sum(numbers), batch)
     problem = (numbers, zigzag, heads, kv_heads, *band, lengths, 1)
-    problem = (*problem[:-1], _parts(head_parts, backward, kernel, problem, form))
+    scale = width**-0.5 if scale is None else scale
+    problem = (*problem[:-1], _parts(head_parts, backward, kernel, problem, form, scale))
     by = (transport, chunks, len(per_head) > 0)
     by = _chunks(by, backward, q.device, reached, problem, form)
-    return Problem(*problem), form, width**-0.5 if scale is None else scale, by
+    return Problem(*problem), form, scale, by
 
 
 @functools.lru_cache(maxsize=256)

@@ -95,19 +95,26 @@ class FunctionKernel(AttentionKernel):
         return tuple(torch.zeros_like(leaf) if got is None else got for leaf, got in pairs)
 
 
-class _BuiltIn(AttentionKernel):
+class BuiltInKernel(AttentionKernel):
     """A kernel whose saved things are ``keeps`` tensors; ``widths_fit``: whether it takes sizes of heads."""
 
-    keeps = 1
+    keeps, scales_mask = 1, False  # the mask's -inf is multiplied by the scale
+
+    def refused(self, work, dtype):
+        masks = work.causal or work.window is not None
+        if self.scales_mask and masks and work.scale <= 0:
+            return f"a mask with the scale {work.scale}, which is not above 0"
+        return super().refused(work, dtype)
 
     def widths_fit(self, width: int, value_width: int) -> bool:
         return True
 
 
-class _Flash(_BuiltIn):
+class _Flash(BuiltInKernel):
     """PyTorch's flash attention, and what ``activate_flash_attention_impl`` puts there; documents are its ragged form."""
 
     name, windows, documents, dtypes, keeps = "flash", True, True, _HALF, 3
+    scales_mask = True
 
     def widths_fit(self, width, value_width):
         return width == value_width and width % 8 == 0 and width <= 256
@@ -144,7 +151,7 @@ class _Flash(_BuiltIn):
         return tuple(one[None] for one in grads) if work.query_ends else tuple(grads)
 
 
-class _Cudnn(_BuiltIn):
+class _Cudnn(BuiltInKernel):
     """cuDNN's, the fastest in PyTorch on Hopper; its causal mask is aligned at the upper left."""
 
     name, lower_right, dtypes, keeps = "cudnn", False, _HALF, 3
@@ -173,10 +180,10 @@ class _Cudnn(_BuiltIn):
         return tuple(one.transpose(1, 2) for one in grads)
 
 
-class _Cpu(_BuiltIn):
+class _Cpu(BuiltInKernel):
     """PyTorch's flash attention on CPU."""
 
-    name, lower_right, groups = "cpu", False, False
+    name, lower_right, groups, scales_mask = "cpu", False, False, True
 
     def widths_fit(self, width, value_width):
         return width == value_width
@@ -196,7 +203,7 @@ class _Cpu(_BuiltIn):
         return tuple(one.transpose(1, 2) for one in grads)
 
 
-class _Masked(_BuiltIn):
+class _Masked(BuiltInKernel):
     """Any band in any dtype on any device: products and a mask of positions, one key/value head after the other."""
 
     name, windows = "masked", True
@@ -253,7 +260,7 @@ class _Masked(_BuiltIn):
 
 _MASKED = _Masked()
 # The kernels by name: the first that takes a call computes it.
-BUILT_IN: dict[str, tuple[_BuiltIn, ...]] = {
+BUILT_IN: dict[str, tuple[BuiltInKernel, ...]] = {
     "flash": (_Flash(),),
     "cudnn": (_Cudnn(),),
     "cpu": (_Cpu(),),
@@ -309,7 +316,7 @@ def _taker(
     for kernel in kernels:
         refused = kernel.refused(work, form.dtype)
         widths = (form.width, form.value_width)
-        if not refused and isinstance(kernel, _BuiltIn) and not kernel.widths_fit(*widths):
+        if not refused and isinstance(kernel, BuiltInKernel) and not kernel.widths_fit(*widths):
             refused = f"heads of sizes {widths[0]} (queries, keys) and {widths[1]} (values)"
         if not refused:
             return kernel, ""

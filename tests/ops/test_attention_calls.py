@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import overlap_torch
@@ -269,6 +270,14 @@ def test_attention_refuses_second_derivatives_and_shows_modes_its_operator(failu
             (grad,) = torch.autograd.grad(output.pow(power).sum(), q, create_graph=True)
             said = message_of(torch.autograd.grad, grad.sum(), q)
             failures.holds("gradients of first order only", said, kernel, parts, power)
+    q = operands((2, 4))[0].detach()
+    with forward_ad.dual_level():
+        failures.raises("has a tangent", attend, q, forward_ad.make_dual(q, q), q)
+    for transform in (
+        torch.func.grad(lambda q: attend(q, q, q).sum()),
+        torch.vmap(lambda q: attend(q, q, q)),
+    ):
+        failures.raises("takes no transform of torch.func", transform, q[None])
     for parts in (1, 2):
         q = operands((2, 4))[0]
         output, right = (attend(q, q, q, head_parts=parts) for _ in range(2))
@@ -278,6 +287,23 @@ def test_attention_refuses_second_derivatives_and_shows_modes_its_operator(failu
         failures.expect_equal([found], [right], parts)
         counts = [str(op) for op in counter.get_flop_counts()["Global"]]
         failures.equal(counts, ["overlap._context_parallel_attention_backward"], parts)
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_attention_takes_scales_that_are_not_above_0(failures: Failures) -> None:
+    """Against products of the whole sequence and a mask: kernels that multiply a mask's -inf by the scale would give NaN."""
+    rank, total = dist.get_rank(), 8
+    q = torch.randn(1, total, 2, 8, generator=torch.Generator().manual_seed(3)).to(rank_device())
+    later = torch.ones(total, total, device=q.device).triu(1).bool()
+    for scale, dtype in itertools.product((0.0, -0.5), (torch.float32, torch.bfloat16)):
+        whole = q.to(dtype).double()
+        scores = torch.einsum("bihd,bjhd->bhij", whole, whole) * scale
+        shares = scores.masked_fill(later, float("-inf")).softmax(-1)
+        right = torch.einsum("bhij,bjhd->bihd", shares, whole).split(4, 1)[rank]
+        own = q.to(dtype).split(4, 1)[rank]
+        found = attend(own, own, own, causal=True, scale=scale)
+        near = 1e-5 if dtype == torch.float32 else 2e-2
+        failures.near(found.double(), right, scale, dtype, rtol=near, atol=near)
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -353,6 +379,12 @@ def test_attention_says_what_does_not_fit(failures: Failures) -> None:
         ("kernel is None, a name", None, {"kernel": 3}),
         ("the kernels that are built in read none", None, {"per_head": [nothing]}),
         ("per_head takes tensors [4, ...]", None, {"kernel": with_slopes, "per_head": [three[0, 0]]}),
+        ("per_head is a list of tensors, but it is a NoneType", None, {"kernel": with_slopes, "per_head": None}),
+        ("per_head[0] must be a tensor, but it is a float", None, {"kernel": with_slopes, "per_head": [1.0]}),
+        ("tokens is \"contiguous\", \"zigzag\" or a list", None, {"tokens": 4}),
+        ("multiply q by it", None, {"scale": torch.ones((), requires_grad=True)}),
+        ("a mask with the scale 0.0, which is not above 0", None, {"kernel": "cpu", "causal": True, "scale": 0.0, "head_parts": 2}),
+        ("call it with q.to_dense()", (nothing.to_sparse(), nothing, nothing), {}),
         ("no process group is named", None, {"group": "nobody"}),
         ("transport is None, 'peer' or 'nccl'", None, {"transport": "ring"}),
         ("do not carry calls on cpu", None, {"transport": "peer"}),
@@ -364,7 +396,15 @@ def test_attention_says_what_does_not_fit(failures: Failures) -> None:
     for expected, given, keywords in cases:
         with mock.patch.object(collectives, "start_all_to_all", side_effect=AssertionError):
             failures.raises(expected, attend, *(given or (nothing,) * 3), **keywords)
+    for returned, kernel in (
+        ("(1, 2, 8, 8) in torch.float32", lambda q, k, v, work: q.transpose(1, 2)),
+        ("(1, 8, 2, 8) in torch.float64", lambda q, k, v, work: q.double()),
+        ("NoneType", lambda q, k, v, work: None),
+    ):
+        expected = f"returned {returned}, but the output of its queries is [B, Tq, h, Dv], (1, 8, 2, 8) in torch.float32"
+        failures.raises(expected, attend, *(nothing,) * 3, kernel=kernel, head_parts=2)
     makers = [
+        ("x must be a tensor", overlap_torch.cut_tokens, ([1, 2], 0)),
         ("at least 0 tokens", Documents, ([3, -1],)),
         ("a list of integers", Documents, ([3.5],)),
         ("do not divide into 4 equal chunks", overlap_torch.token_positions, (6, "zigzag")),
