@@ -12,6 +12,7 @@ from overlap_torch._ops import Group, composition, fakes, gemm_allreduce, group_
 from overlap_torch._ops.collectives import USUAL_INVARIANCE
 from overlap_torch._ops.fakes import DTYPES
 from overlap_torch._ops.gradients import needs_recording, transforms_are_active
+from overlap_torch._ops.nested import check_tensors
 
 # The arguments of `_composed` beside operands and group.
 _HOW = ("eps", "gain_offset", "round_before_gain", "quantize", "return_norm", "invariance")
@@ -48,8 +49,6 @@ def _check_operands(op: str, terms: torch.Tensor, weight: Operand, *others: Oper
     """``others``: residual, gain, bias and the cast's scale."""
     if weight is not None and not is_dynamo_compiling():  # a compiler's fakes check these
         fakes.check_operands(op, terms, weight, None)
-    if not isinstance(terms, torch.Tensor):
-        raise TypeError(f"{op}: partial must be a tensor, but it is a {type(terms).__name__}")
     if terms.dim() < 1:
         raise ValueError(f"{op}: partial must be [..., N], but is a number")
     if terms.dtype not in DTYPES:
@@ -141,6 +140,10 @@ def _call(
     name, how = group_name(group), dict(zip(_HOW, values, strict=True))
     *rest, scale = others
     quantize = how["quantize"]
+    required = {"partial" if weight is None else "input": terms, "norm_weight": others[1]}
+    optional = zip(("residual", "bias", "scale"), (others[0], *others[2:]), strict=True)
+    given = {key: operand for key, operand in optional if operand is not None}
+    check_tensors(op, **required, **given)
     _check_how(op, scale, quantize, how["return_norm"])
     fakes.check_invariance(op, how["invariance"])
     operands = (terms, weight, *others)
@@ -268,6 +271,7 @@ def gemm_allreduce_rmsnorm(
     The other arguments, the results, gradients and errors are as in :func:`allreduce_rmsnorm`. The product is rounded to
     the operands' dtype before it is summed, as in :func:`gemm_allreduce`.
     """
+    check_tensors("gemm_allreduce_rmsnorm", weight=weight)
     others, numbers = (residual, norm_weight, bias, scale), (eps, gain_offset, round_before_gain)
     how = (*numbers, quantize, return_norm, invariance)
     return _call("gemm_allreduce_rmsnorm", group, input, weight, others, fused, *how)

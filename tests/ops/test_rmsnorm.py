@@ -288,6 +288,10 @@ REFUSED = [
     ({"norm_weight": torch.zeros(9)}, "norm_weight must"),
     ({"bias": torch.zeros(1, 8)}, "bias must"),
     ({"partial": torch.zeros(2, 8, dtype=torch.int32)}, "supported are"),
+    ({"partial": torch.zeros(2, 8).to_sparse()}, "call it with partial.to_dense()"),
+    ({"norm_weight": None}, "norm_weight must be a tensor, but it is a NoneType"),
+    ({"residual": (0.0,)}, "residual must be a tensor, but it is a tuple"),
+    ({"quantize": "tensorwise", "scale": 0.5}, "scale must be a tensor, but it is a float"),
 ]
 
 
@@ -299,6 +303,9 @@ def test_rmsnorm_refuses_what_does_not_fit(failures: Failures, changed: dict, wo
     given = {name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()} | changed
     given = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(rank_device()), given)
     failures.holds(words, message_of(overlap_torch.allreduce_rmsnorm, **given, fused=True))
+    given["input"], given["weight"] = given.pop("partial"), None
+    said = message_of(overlap_torch.gemm_allreduce_rmsnorm, **given)
+    failures.holds("weight must be a tensor, but it is a NoneType", said)
 
 
 # --- over peers -------------------------------------------------------------------------------------
