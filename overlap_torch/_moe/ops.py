@@ -53,6 +53,7 @@ for _schema in (
     library.define(_schema)
 
 MOST_BYTES = 1 << 30  # of a slot of a rank's memory
+_HOME = "an all-to-all of results"  # ranks that differ in what they send are told apart by it
 
 
 def peer_stride(splits: torch.Tensor) -> int | None:
@@ -252,7 +253,7 @@ def _home(rows, routes, place, source, splits, total, group):
         form = (stride, total, 1, False, group)
         return _ops._moe_peer_combine(rows, None, routes, source, *form)
     out, came = splits[:2].tolist()
-    back = all_to_all(_ops._moe_rows(rows, place, 1), came, out, group)
+    back = all_to_all(_ops._moe_rows(rows, place, 1), came, out, group, _HOME)
     return rows.new_zeros((total, rows.shape[1])).index_copy_(0, routes, back)
 
 
@@ -284,7 +285,7 @@ def combine(results, topk_weights, tokens, choices, *how):
         return _ops._moe_peer_combine(results, shares, routes, source, *form)
     if not ranks_first:
         out, came = splits[:2].tolist()
-        back = all_to_all(_ops._moe_rows(results, place, 1), came, out, group)
+        back = all_to_all(_ops._moe_rows(results, place, 1), came, out, group, _HOME)
         return _ops._moe_sum(back, routes, topk_weights, tokens, choices, False)
     out, came = splits[2:].tolist()
     shares = None
@@ -292,7 +293,7 @@ def combine(results, topk_weights, tokens, choices, *how):
         flat = topk_weights.reshape(-1, 1)
         shares = _ops._moe_away(flat, routes, place, source, splits, group)
     sums = _ops._moe_sum(results, source, shares, sum(came), choices, True)
-    home = all_to_all(sums, came, out, group)
+    home = all_to_all(sums, came, out, group, _HOME)
     return _ops._moe_sum(home, sent, None, tokens, splits.shape[1], False)
 
 

@@ -344,6 +344,11 @@ def test_moe_ranks_that_differ_all_raise(failures: Failures) -> None:
     x = x[:, : 8 - dist.get_rank()]
     message = message_of(overlap_torch.moe_dispatch, x, ids, num_experts=4)
     failures.says(message, ("all-to-all of rows of [8]", "[7]"))
+    given = operands(True)
+    output = overlap_torch.moe(*given, save=("rows", "gate_up")[dist.get_rank()])
+    message = message_of(torch.autograd.grad, output.sum(), given[0])
+    failures.says(message, ("all-to-all of results of [8]", "all-to-all of rows of [8]"))
+    failures.expect(None if overlap_torch.moe(*operands(False)).isfinite().all() else "not finite")
 
 
 def routed(experts: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
