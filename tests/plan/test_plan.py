@@ -102,7 +102,7 @@ def test_plan_survives_encode_json_pickle_and_copy(plan: Plan) -> None:
     ("part", "field"),
     [
         (Problem(3, 5, 7, DType.FLOAT64, 4, Op.ALLGATHER_GEMM), "m"),
-        (Machine(90, 132, 5.5, False, True, 7.25, 350.0, True, 375.0), "sm_count"),
+        (Machine(90, 132, 5.5, 90, 7.25, 350.0, True, 375.0), "sm_count"),
         (Resources(8, 1024, True, 6, 3), "lanes"),
         (Chunk(5, Transport.PEER, 16), None),
         (BandRun(4, 9), None),
