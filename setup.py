@@ -138,15 +138,15 @@ def planner_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
     """Plans, their steps and the planner, compiled once for `_plan` and every `_C`."""
     files = [file for part in ("plan", "steps", "planner") for file in sources(f"{part}/**/*.cc")]
     # The profile that is shipped is compiled in: the planner reads no files.
-    text = f"{folder}/plan/shipped_profile.cc"
-    embed = Edge("embed", text, [PROFILE], ["kShippedProfile"], ["tools/embed.py"])
+    shipped = f"{folder}/plan/shipped_profile.cc"
+    profile = Edge("profile_source", shipped, [PROFILE], [], ["tools/profile_source.py"])
     # Ranks compare what they were built from.
     parts = ("kernels", "plan", "planner", "runtime", "steps")
     hashed = f"{folder}/plan/source_hash.cc"
     all_sources = [file for part in parts for file in sources(f"{part}/**/*.*")]
     digest = Edge("source_hash", hashed, all_sources, [], ["tools/source_hash.py"])
-    made = [Edge("cxx", f"{file}.o", [file], CXX_FLAGS) for file in (text, hashed)]
-    return [embed, digest, *made, *compile_edges("cxx", files, folder, CXX_FLAGS)]
+    made = [Edge("cxx", f"{file}.o", [file], CXX_FLAGS) for file in (shipped, hashed)]
+    return [profile, digest, *made, *compile_edges("cxx", files, folder, CXX_FLAGS)]
 
 
 def module_edges(
@@ -373,7 +373,7 @@ def rule_commands(cuda: Cuda | None) -> dict[str, list[str]]:
         "precompile": [*find_cxx(), *"-x c++-header".split(), *compile_],
         "link": [*find_cxx(), *"-shared $in $flags -o $out".split()],
         "program": [*find_cxx(), *"$in $flags -o $out".split()],
-        "embed": [sys.executable, *"tools/embed.py $in $out $flags".split()],
+        "profile_source": [sys.executable, *"tools/profile_source.py $in $out".split()],
         "source_hash": [sys.executable, *"tools/source_hash.py $out $in".split()],
         "plan_stub": [sys.executable, *"tools/plan_stub.py $in $out".split()],
     }

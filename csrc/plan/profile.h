@@ -1,6 +1,6 @@
 // Profiles: every number that is fitted to a machine, as data. A profile is read from JSON; the one that is shipped,
-// overlap_torch/profiles/h200.json, is compiled in, and says what a profile from elsewhere lacks. Times are in
-// microseconds, rates in GB/s (1e9 bytes a second), sizes in bytes.
+// overlap_torch/profiles/h200.json, is compiled in, names all fields, and says what a profile from elsewhere lacks. Times
+// are in microseconds, rates in GB/s (1e9 bytes a second), sizes in bytes.
 //
 // Machine::profile is the only way in: whoever makes a Machine for a group chooses the profile that its ranks plan by,
 // and all of them must choose the same numbers.
@@ -8,7 +8,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
+#include <string_view>
+#include <variant>
 #include <vector>
 
 namespace overlap::plan {
@@ -16,13 +19,17 @@ namespace overlap::plan {
 // Below: "rate" multiplies a rate, "factor" a time.
 struct Profile {
   // --- where it comes from ---------------------------------------------------------------------
-  std::string name;
-  std::string source;   // the file, or what stands for one
-  std::string made_by;  // how its numbers were found
-  std::string made_at;  // YYYY-MM-DD, with a time or without; "": not known
-  std::string note;
-  std::string gpu;                   // that it was measured on; "": not known
+  std::string source;                // the file, or what stands for one
   std::vector<std::string> missing;  // fields that the file lacks: the shipped profile's stand in
+  std::string name;
+  struct Made {
+    std::string by;  // how its numbers were found
+    std::string at;  // YYYY-MM-DD, with a time or without; "": not known
+    std::string note;
+  } made;
+  struct MeasuredOn {
+    std::string gpu;  // "": not known
+  } machine;
 
   // --- GEMM ------------------------------------------------------------------------------------
   struct Gemm {
@@ -61,10 +68,8 @@ struct Profile {
     double low_band_rate;
     int64_t low_band_rows;
     double weight_gbps;  // at which a GEMM of few rows reads the weight, at most
-    double
-        cool_us;  // up to this it is over before the chip is at its power limit, if it comes alone
-    int64_t
-        short_k;  // up to this the cooperative kernel's stores, beside which nothing is multiplied, weigh
+    double cool_us;      // up to this it is over before the chip is at its power limit, if alone
+    int64_t short_k;  // up to this the cooperative kernel's stores weigh: no products beside them
     // Larger tiles are taken where they make so many rounds, and fill about as many SMs as ping-pong's of 128 x 128.
     double large_tile_rounds;
     double large_tile_factor;
@@ -156,10 +161,9 @@ struct Profile {
     double sequential_us;  // of one kernel: starts and signals, beyond what follows
     double direct_us;
     double ring_us;
-    double
-        low_part_us;  // of parts of one cluster's tile rows, whose phases are computed at the same time
-    double final_us;   // of an all-reduce's final tiles, for each peer: tail of stores and copies
-    double gather_us;  // between what has arrived and its GEMM
+    double low_part_us;  // of parts of one cluster's tile rows, whose phases are computed at a time
+    double final_us;     // of an all-reduce's final tiles, for each peer: tail of stores and copies
+    double gather_us;    // between what has arrived and its GEMM
     double gather_chunk_us;  // of more than one chunk in one launch, each
     double first_copy_us;    // before the copies that one launch waits for: host, fork
     double copy_us;          // wait, copy and signal of a chunk
@@ -272,11 +276,15 @@ SharedProfile parse_profile(const std::string& text, const std::string& source);
 // The same from a file.
 SharedProfile load_profile(const std::string& path);
 
-// Fields in the file's order, and what is allowed in each.
+// A field of the file: its name, which is its path in a Profile as well, and its place there.
+using ProfilePlace = std::variant<std::string*, double*, int64_t*, Profile::Lists*>;
 struct ProfileField {
-  std::string name;  // "gemm.start_us"
-  std::string allowed;
+  std::string_view name;  // "gemm.start_us"
+  ProfilePlace (*place)(Profile&);
+  std::string allowed() const;  // the values that it takes, for people
 };
-const std::vector<ProfileField>& profile_fields();
+
+// All of them, in the shipped file's order: tools/profile_source.py makes this list of that file.
+std::span<const ProfileField> profile_fields();
 
 }  // namespace overlap::plan

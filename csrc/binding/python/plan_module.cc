@@ -116,17 +116,17 @@ Attributes:
           [] {
             py::dict result;
             for (const plan::ProfileField& field : plan::profile_fields()) {
-              result[py::str(field.name)] = field.allowed;
+              result[py::str(field.name)] = field.allowed();
             }
             return result;
           },
           "{name: allowed values} of all fields, in the shipped file's order.")
       .def_readonly("name", &Profile::name)
       .def_readonly("source", &Profile::source)
-      .def_readonly("made_by", &Profile::made_by)
-      .def_readonly("made_at", &Profile::made_at)
-      .def_readonly("note", &Profile::note)
-      .def_readonly("gpu", &Profile::gpu)
+      .def_property_readonly("made_by", [](const Profile& p) { return p.made.by; })
+      .def_property_readonly("made_at", [](const Profile& p) { return p.made.at; })
+      .def_property_readonly("note", [](const Profile& p) { return p.made.note; })
+      .def_property_readonly("gpu", [](const Profile& p) { return p.machine.gpu; })
       .def_property_readonly("missing", [](const Profile& p) { return as_tuple(p.missing); })
       .def("to_json", &Profile::to_json,
            "The text of a file with the same fields, which reads back to the same numbers.")
