@@ -175,11 +175,11 @@ def choose_parts(
 
 @constant_in_graphs
 def _parts(
-    head_parts: int | None, backward: bool, kernel, problem: tuple, form: tuple, scale: float
+    head_parts: int | None, backward: bool, kernel, problem: tuple, form: tuple, sign: int
 ) -> int:
-    """The head parts of a call; a compiler takes them as they are."""
+    """The head parts of a call; a compiler takes them as they are. ``sign``: of the scale, which tells what kernels take."""
     problem, form = Problem(*problem), Form(*form)
-    scale = scale if scale <= 0 else 1.0  # kernels take all above 0, or none
+    scale = float(sign)
     if head_parts is None:
         return choose_parts(problem, kernel, form, backward, scale)
     allowed = parts_allowed(problem.ranks, problem.heads, problem.kv_heads)
@@ -423,7 +423,8 @@ def _problem(
     lengths = _documents(documents, sum(numbers), batch)
     problem = (numbers, zigzag, heads, kv_heads, *band, lengths, 1)
     scale = width**-0.5 if scale is None else scale
-    problem = (*problem[:-1], _parts(head_parts, backward, kernel, problem, form, scale))
+    sign = 1 if scale > 0 else -1  # a compiler knows it, and not the scale
+    problem = (*problem[:-1], _parts(head_parts, backward, kernel, problem, form, sign))
     by = (transport, chunks, len(per_head) > 0)
     by = _chunks(by, backward, q.device, reached, problem, form)
     return Problem(*problem), form, scale, by

@@ -103,7 +103,7 @@ class BuiltInKernel(AttentionKernel):
     def refused(self, work, dtype):
         masks = work.causal or work.window is not None
         if self.scales_mask and masks and work.scale <= 0:
-            return f"a mask with the scale {work.scale}, which is not above 0"
+            return "a mask with a scale that is not above 0"
         return super().refused(work, dtype)
 
     def widths_fit(self, width: int, value_width: int) -> bool:

@@ -242,6 +242,12 @@ def test_attention_compiles_to_one_operator(failures: Failures) -> None:
     for tokens in (4, 6, 7):  # a second length makes sizes symbols
         (q,) = operands((4, 8), tokens=tokens, dtype=torch.bfloat16 if on_gpu else torch.float32)
         failures.expect_equal([longer(q.detach())], [attend(*[q.detach()] * 3)], tokens)
+    scaled = torch.compile(
+        lambda q, scale: attend(q, q, q, scale=scale), backend="aot_eager", fullgraph=True
+    )
+    for scale in (0.5, 0.25, 0.75, -0.5):  # the second one makes it a symbol
+        right = attend(*[q.detach()] * 3, scale=scale)
+        failures.expect_equal([scaled(q.detach(), scale)], [right], scale)
     slopes = torch.ones(4, device=rank_device())
     compiled = torch.compile(
         lambda q: attend(q, q, q, kernel=with_slopes, per_head=[slopes]),
@@ -383,7 +389,7 @@ def test_attention_says_what_does_not_fit(failures: Failures) -> None:
         ("per_head[0] must be a tensor, but it is a float", None, {"kernel": with_slopes, "per_head": [1.0]}),
         ("tokens is \"contiguous\", \"zigzag\" or a list", None, {"tokens": 4}),
         ("multiply q by it", None, {"scale": torch.ones((), requires_grad=True)}),
-        ("a mask with the scale 0.0, which is not above 0", None, {"kernel": "cpu", "causal": True, "scale": 0.0, "head_parts": 2}),
+        ("a mask with a scale that is not above 0", None, {"kernel": "cpu", "causal": True, "scale": 0.0, "head_parts": 2}),
         ("call it with q.to_dense()", (nothing.to_sparse(), nothing, nothing), {}),
         ("no process group is named", None, {"group": "nobody"}),
         ("transport is None, 'peer' or 'nccl'", None, {"transport": "ring"}),
