@@ -1,4 +1,4 @@
-// How all-reduces of few rows travel whose data are their own signal.
+// How the data of all-reduces of few rows travel: they are their own signal.
 #pragma once
 
 #include <cstdint>

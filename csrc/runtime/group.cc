@@ -9,6 +9,7 @@
 #include "plan/seconds.h"
 #include "runtime/device_state.h"
 #include "runtime/error.h"
+#include "runtime/window_addresses.h"
 
 namespace overlap::runtime {
 namespace {
@@ -342,6 +343,10 @@ bool Group::windows_work() {
              "cudaMemcpyAsync");
   await(stream);
   return works == static_cast<float>(options_.world_size);
+}
+
+bool Group::has_symmetric_window() const {
+  return is_symmetric(staging_->windows.at(CommunicatorKey{}));
 }
 
 void Group::track(cudaStream_t stream, int chunks) {

@@ -189,6 +189,7 @@ class Group {
   void map_peers();
   std::string map_peers_by(const Clique& clique, bool windows);
   std::string map_windows();
+  bool has_symmetric_window() const;  // of the staging memory
   float measure_copies();
   float least_of_all(float number);
   void measure_across();

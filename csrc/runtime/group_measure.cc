@@ -131,11 +131,19 @@ std::string Group::map_peers_by(const Clique& clique, bool windows) {
   if (windows) {
     // One of their own: a group that fails aborts the others while peers may still store.
     constexpr CommunicatorKey kWindows = {.max_ctas = 1, .lane = -1};
-    of_windows = std::make_unique<Communicator>(
-        unique_id(kWindows), Communicator::Options{.rank = options_.rank,
-                                                   .world_size = options_.world_size,
-                                                   .max_ctas = kWindows.max_ctas});
+    try {
+      of_windows = std::make_unique<Communicator>(
+          unique_id(kWindows), Communicator::Options{.rank = options_.rank,
+                                                     .world_size = options_.world_size,
+                                                     .max_ctas = kWindows.max_ctas});
+    } catch (const Error& error) {
+      why = error.what();
+    }
     forget(id_key(kWindows));
+    const std::vector<uint16_t> made = all_gather(static_cast<uint16_t>(why.empty()));
+    if (std::find(made.begin(), made.end(), 0) != made.end()) {
+      return why.empty() ? "a rank has no communicator for windows" : why;
+    }
   }
   peers_ = Peers::make([this](const auto& own) { return all_gather_bytes(own); }, clique,
                        device_.side[0].get(), std::move(of_windows), &why);
@@ -152,6 +160,9 @@ std::string Group::map_peers_by(const Clique& clique, bool windows) {
 // The same by windows, where NCCL sees them.
 std::string Group::map_windows() {
   const std::vector<int32_t> teams = all_gather(communicator({}, false).load_store_ranks());
+  // Before anything is made for this.
+  const std::vector<uint16_t> having = all_gather(static_cast<uint16_t>(has_symmetric_window()));
+  if (std::find(having.begin(), having.end(), 0) != having.end()) return kNoWindow;
   if (const auto none = std::find(teams.begin(), teams.end(), 0); none != teams.end()) {
     return "rank " + std::to_string(none - teams.begin()) +
            " has an NCCL without load/store teams, or of another release than " +
@@ -162,9 +173,9 @@ std::string Group::map_windows() {
       plan::ranks_of_windows(clique_.count, teams[0], options_.world_size, kernels::kMaxPeers);
   if (count == 1) {
     return "as NCCL sees it, " + std::to_string(teams[0]) +
-           " ranks load and store each other's memory: neither the group's " +
-           std::to_string(options_.world_size) + ", nor whole cliques of " +
-           std::to_string(clique_.count) + " ranks of a host";
+           " ranks load and store each other's memory, which is neither all of the group's " +
+           std::to_string(options_.world_size) + " nor all of a host's " +
+           std::to_string(clique_.count);
   }
   const Clique clique = {options_.rank / count * count, count, options_.rank};
   const std::string why = map_peers_by(clique, true);

@@ -39,8 +39,7 @@ struct PeerMemory::Answer {
   bool works() const { return cuda == cudaSuccess && nccl == ncclSuccess && no_window == 0; }
   std::string said() const {
     if (no_window != 0) {
-      return "NCCL registered no symmetric window: it has no peer access, or NCCL_CUMEM_ENABLE=0 "
-             "or NCCL_WIN_ENABLE=0 forbids it";
+      return kNoWindow;
     }
     return nccl != ncclSuccess ? std::string("NCCL said \"") +
                                      ncclGetErrorString(static_cast<ncclResult_t>(nccl)) + "\""
@@ -123,10 +122,7 @@ PeerMemory::Answer PeerMemory::map_window(const ByteAllGather& all_gather, cudaS
     if (!one.works()) return answer;
   }
   window_ = windows_->register_window(own, static_cast<size_t>(bytes_));
-  // Where it has no window kernels NCCL may give a handle of its own, which no kernel can read.
-  cudaPointerAttributes attributes = {};
-  if (window_ == nullptr || cudaPointerGetAttributes(&attributes, window_) != cudaSuccess ||
-      attributes.type != cudaMemoryTypeDevice) {
+  if (!is_symmetric(window_)) {
     answer.no_window = 1;
     return answer;
   }
@@ -155,7 +151,10 @@ PeerMemory::Answer PeerMemory::map_window(const ByteAllGather& all_gather, cudaS
 
 PeerMemory::~PeerMemory() {
   if (leaked_) return;
-  if (window_ != nullptr) windows_->deregister_window(window_);
+  if (window_ != nullptr) {
+    (void)cudaDeviceSynchronize();  // as cudaFree does: kernels of this rank may still store
+    windows_->deregister_window(window_);
+  }
   for (size_t peer = 0; peer < addresses_.size(); ++peer) {
     if (addresses_[peer] == nullptr) continue;
     if (static_cast<int>(peer) == clique_.place()) {

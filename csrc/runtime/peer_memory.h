@@ -50,6 +50,10 @@ Clique find_clique(const ByteAllGather& all_gather, int rank, int most);
 
 class Communicator;
 
+inline constexpr const char* kNoWindow =
+    "NCCL registered no symmetric window: it has no peer access, or NCCL_CUMEM_ENABLE=0 or "
+    "NCCL_WIN_ENABLE=0 forbids it";
+
 // One allocation on each rank, mapped by all others. Where that does not work (no peer access, a process or a container
 // that CUDA refuses, one process for several ranks) the calls fail without harm, so that trying is asking.
 class PeerMemory {

@@ -62,8 +62,8 @@ std::unique_ptr<Peers> Peers::make(ByteAllGather all_gather, const Clique& cliqu
                                    std::string* why) {
   const int world_size = clique.count;
   if (world_size < 2 || world_size > kernels::kMaxPeers) {
-    *why = "no 2 to " + std::to_string(kernels::kMaxPeers) +
-           " ranks that follow each other share a host, on each host as many";
+    *why = "not every host has the same number, 2 to " + std::to_string(plan::kMaxPeers) +
+           ", of consecutive ranks";
     return nullptr;
   }
   std::unique_ptr<Peers> peers(

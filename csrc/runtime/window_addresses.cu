@@ -30,6 +30,13 @@ int load_store_ranks(ncclComm_t comm) {
   return team_of(comm).nRanks;
 }
 
+bool is_symmetric(ncclWindow_t window) {
+  cudaPointerAttributes attributes = {};
+  const bool known =
+      window != nullptr && cudaPointerGetAttributes(&attributes, window) == cudaSuccess;
+  return known && attributes.type == cudaMemoryTypeDevice;
+}
+
 cudaError_t write_window_addresses(ncclWindow_t window, int first, int count, char** addresses,
                                    cudaStream_t stream) {
   window_addresses_kernel<<<1, count, 0, stream>>>(window, first, count, addresses);

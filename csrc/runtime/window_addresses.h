@@ -11,6 +11,9 @@ namespace overlap::runtime {
 // with, whose windows are laid out in another way.
 int load_store_ranks(ncclComm_t comm);
 
+// True if kernels can read the window. Where NCCL has no window kernels it may give a handle of its own.
+bool is_symmetric(ncclWindow_t window);
+
 // Enqueues a kernel that writes the beginnings of the window in the memory of `count` ranks, from rank `first` on, all in
 // this rank's team. The addresses lie in memory of the device, and hold for it.
 cudaError_t write_window_addresses(ncclWindow_t window, int first, int count, char** addresses,

@@ -108,6 +108,7 @@ CUDA(cudaStreamDestroy, (cudaStream_t))
 CUDA(cudaThreadExchangeStreamCaptureMode, (cudaStreamCaptureMode*))
 CUDA(cudaIpcCloseMemHandle, (void*))
 CUDA(cudaGetLastError, ())
+CUDA(cudaDeviceSynchronize, ())
 CUDA(cudaPointerGetAttributes, (cudaPointerAttributes * attributes, const void*),
      attributes->type = cudaMemoryTypeDevice)
 CUDA(cudaGetDevice, (int* device), *device = record().device)
@@ -298,6 +299,10 @@ ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
 
 int overlap::runtime::load_store_ranks(ncclComm_t) {
   return record().team;
+}
+
+bool overlap::runtime::is_symmetric(ncclWindow_t window) {
+  return window != nullptr;
 }
 
 cudaError_t overlap::runtime::write_window_addresses(ncclWindow_t window, int first, int count,

@@ -99,8 +99,7 @@ struct CopyRun {
   int32_t chunk = 0;  // which GemmGather::arrivals announces; 0: the bytes are there
 };
 
-// With rows of mode kGather: rows that peers send meanwhile. The copies and arrivals only with a kernel that
-// copies_beside.
+// With rows of mode kGather: rows that peers send meanwhile. Copies and arrivals need a kernel that can kCopiesBeside.
 struct GemmGather {
   const void* own_input = nullptr;  // this rank's own part's: [part_rows, k], of the input's stride
   // Copies that an idle warp of each CTA makes.
@@ -164,7 +163,7 @@ struct GemmPeers {
   std::optional<GemmMessages> messages;
 };
 
-// The signals at the end of the call, after all work is done. Only kernels that have copies_beside do so.
+// The signals at the end of the call, after all work is done. They need a kernel that can kCopiesBeside.
 struct GemmEnding {
   // Where tiles are counted as they are taken, in own memory: two words, zero before and after. Needed with
   // GemmPeers.

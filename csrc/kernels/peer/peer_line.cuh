@@ -5,7 +5,7 @@
 //   lane    0 | 1 | 2 | 3 | 4 | 5 | 6 | 7         of a line
 //   words   4 | 4 | 4 | 4 | 4 | 4 | 4 | 2, -, number
 //
-// Links that keep a line whole deliver its data with the number. Over others the number follows its data, after a fence.
+// Links that keep a line whole deliver its data with the number. On other links the number follows its data, after a fence.
 #pragma once
 
 #include <cstdint>
