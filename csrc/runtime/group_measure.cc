@@ -140,8 +140,7 @@ std::string Group::map_peers_by(const Clique& clique, bool windows) {
       why = error.what();
     }
     forget(id_key(kWindows));
-    const std::vector<uint16_t> made = all_gather(static_cast<uint16_t>(why.empty()));
-    if (std::find(made.begin(), made.end(), 0) != made.end()) {
+    if (least_of_all(why.empty() ? 1.0f : 0.0f) == 0.0f) {
       return why.empty() ? "a rank has no communicator for windows" : why;
     }
   }
@@ -161,8 +160,7 @@ std::string Group::map_peers_by(const Clique& clique, bool windows) {
 std::string Group::map_windows() {
   const std::vector<int32_t> teams = all_gather(communicator({}, false).load_store_ranks());
   // Before anything is made for this.
-  const std::vector<uint16_t> having = all_gather(static_cast<uint16_t>(has_symmetric_window()));
-  if (std::find(having.begin(), having.end(), 0) != having.end()) return kNoWindow;
+  if (least_of_all(has_symmetric_window() ? 1.0f : 0.0f) == 0.0f) return kNoWindow;
   if (const auto none = std::find(teams.begin(), teams.end(), 0); none != teams.end()) {
     return "rank " + std::to_string(none - teams.begin()) +
            " has an NCCL without load/store teams, or of another release than " +
