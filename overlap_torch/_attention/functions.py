@@ -353,7 +353,7 @@ def context_parallel_attention(
     check_tensors(_WHAT, **{f"per_head[{at}]": each for at, each in enumerate(per_head)})
     if not is_dynamo_compiling():
         refuse_tangents(_WHAT, q, k, v, *per_head)
-        refuse_transforms(_WHAT)
+    refuse_transforms(_WHAT)
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
         raise ValueError(
             "scale is a number and has no gradient, but got a tensor that requires one: multiply q by it, and give scale=1.0"

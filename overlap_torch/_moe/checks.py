@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from overlap_torch._layers.sharding import checked_count
 from overlap_torch._moe import ops
@@ -51,8 +50,7 @@ def experts_of_ranks(num_experts: int | Sequence[int], ranks: int) -> list[int]:
 
 def check_tokens(what: str, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
     check_tensors(what, x=x, topk_ids=topk_ids)
-    if not is_dynamo_compiling():
-        refuse_transforms(what)
+    refuse_transforms(what)
     refuse_tangents(what, x)
     if x.dtype not in DTYPES:
         raise TypeError(f"{what} takes x in {named(DTYPES)}, but it is {x.dtype}")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._layers.sharding import checked_count
@@ -150,8 +149,7 @@ def moe_combine(
     check_tensors("moe_combine", results=results)
     rows = route.routes[3].shape[0]
     refuse_tangents("moe_combine", results)
-    if not is_dynamo_compiling():
-        refuse_transforms("moe_combine")
+    refuse_transforms("moe_combine")
     if results.dim() != 2 or results.shape[0] != rows:
         raise ValueError(
             f"moe_combine takes results [R, D] with the dispatch's R = {rows} rows, but their shape is {tuple(results.shape)}"

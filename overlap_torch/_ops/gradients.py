@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from overlap_torch._ops import dtensor, eager
@@ -93,8 +93,8 @@ def refuse_tangents(op: str, *operands: torch.Tensor | None) -> None:
 
 
 def refuse_transforms(op: str) -> None:
-    """Raises NotImplementedError within a transform of torch.func. A compiler need not see it."""
-    if transforms_are_active():
+    """Raises NotImplementedError within a transform of torch.func; a compiler does not see the question."""
+    if not is_dynamo_compiling() and transforms_are_active():
         raise NotImplementedError(
             f"{op} takes no transform of torch.func (grad, vmap and others): differentiate with backward() or torch.autograd.grad, "
             "and make one dim of a vmap's elements"
