@@ -141,12 +141,12 @@ class Finisher {
       const auto block = [&](int u, int pair) {
         return (part_.first(pair) + part_.to_words(u)) / kBlockWords;
       };
-      each_own_pair([&](int u, int pair) {
+      each_pair(part_, [&](int u, int pair) {
         const float largest = larger(of_word(u, 2 * pair), of_word(u, 2 * pair + 1));
         atomicMax(largests + block(u, pair), __float_as_uint(largest));
       });
       __syncthreads();
-      each_own_pair([&](int u, int pair) {
+      each_pair(part_, [&](int u, int pair) {
         const float value = scale_of(__uint_as_float(largests[block(u, pair)]));
         scale[u][2 * pair] = scale[u][2 * pair + 1] = value;
         if ((part_.first(pair) + part_.to_words(u)) % kBlockWords == 0) {
@@ -168,17 +168,6 @@ class Finisher {
     if (!params_.by_blocks) return;
     for (int i = static_cast<int>(threadIdx.x); i < kMostBlocks; i += blockDim.x) {
       shared().largest_of_block[turn][i] = 0;
-    }
-  }
-
-  template <class Body>
-  __device__ __forceinline__ void each_own_pair(Body body) const {
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-#pragma unroll
-      for (int pair = 0; pair < kPairsOfLane; ++pair) {
-        if (part_.has(u, pair)) body(u, pair);
-      }
     }
   }
 

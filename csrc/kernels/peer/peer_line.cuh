@@ -133,8 +133,9 @@ class LineCall {
 __device__ __forceinline__ void store_run(LineShare* address, LineShare share, bool has_line,
                                           const RunLane& lane, const LineCall& call) {
   if (lane.numbers()) share.word[kLaneWords - 1] = call.number();
+  const bool stores_now = has_line & (call.whole_lines() | !lane.numbers());
   __syncwarp();  // a line is one access if its lanes store it together
-  if (has_line && (call.whole_lines() || !lane.numbers())) store_share(address, share);
+  if (stores_now) store_share(address, share);
   if (call.whole_lines()) return;
   __syncwarp();
   __threadfence_system();

@@ -72,19 +72,26 @@ __device__ __forceinline__ void each_word(Body body) {
   }
 }
 
-// Calls `body(u, pair, words)` for each of a thread's pairs of words in this row of a matrix.
+// Calls `body(u, pair)` for each of a thread's pairs of words.
+template <int kUnits, class Body>
+__device__ __forceinline__ void each_pair(const RowPart<kUnits>& part, Body body) {
+#pragma unroll
+  for (int pair = 0; pair < kPairsOfLane; ++pair) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (part.has(u, pair)) body(u, pair);
+    }
+  }
+}
+
+// Calls `body(u, pair, words)` with the pairs' words in this row of a matrix.
 template <int kUnits, class Word, class Body>
 __device__ __forceinline__ void each_pair(const RowPart<kUnits>& part, Word* matrix, int64_t row,
                                           Body body) {
   Word* const words = matrix + row * part.words;
-#pragma unroll
-  for (int pair = 0; pair < kPairsOfLane; ++pair) {
-    Word* const first = words + part.first(pair);
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      if (part.has(u, pair)) body(u, pair, first + part.to_words(u));
-    }
-  }
+  each_pair(part, [&](int u, int pair) {
+    body(u, pair, words + part.first(pair) + part.to_words(u));
+  });
 }
 
 // Zeros where the thread has no words.
