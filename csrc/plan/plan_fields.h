@@ -125,7 +125,6 @@ OVERLAP_ENUM(Way, "On whose stream a transfer is made.", Member{Way::kPush, "pus
 OVERLAP_ENUM(Engine, "What moves a transfer's bytes.",
              Member{Engine::kAny, "any", "what the plan's transport has"},
              Member{Engine::kCopyEngine, "copy_engine", "a copy engine, which takes no SM"},
-             Member{Engine::kSms, "sms", "a kernel"},
              Member{Engine::kNccl, "nccl", "NCCL's messages"})
 
 // kGroup: ranks whose plans differ in the field communicate differently, and so must agree on it.

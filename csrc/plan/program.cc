@@ -111,11 +111,11 @@ class Check {
     if (within && from.memory == to.memory && from.area.overlaps(to.area)) {
       fail("its source and destination overlap in ", text(to), ": copy by way of scratch memory");
     }
-    const bool remote_engine = one_.by == Engine::kCopyEngine || one_.by == Engine::kSms;
-    if (!within && remote_engine && !over_peers(plan_) && !plan_.transport().on_cpu) {
+    const bool by_copies = one_.by == Engine::kCopyEngine;
+    if (!within && by_copies && !over_peers(plan_) && !plan_.transport().on_cpu) {
       fail("it goes by ", name(one_.by), ", the plan's chunks by nccl: take by = nccl or any");
     }
-    if (remote_engine && over_peers(plan_) && !in_one_clique(plan_, from.rank, to.rank)) {
+    if (by_copies && over_peers(plan_) && !in_one_clique(plan_, from.rank, to.rank)) {
       fail("it goes by ", name(one_.by), " to another host, as each has ", plan_.clique,
            " ranks: take by = nccl or any");
     }
@@ -257,12 +257,6 @@ int32_t streams(const Program& program) {
   int32_t count = 0;
   for (const Transfer& one : program.transfers) count = std::max(count, one.stream + 1);
   return count;
-}
-
-int32_t interpreter_blocks(const Plan& plan) {
-  constexpr int32_t kDefault = 16;
-  const int32_t all = plan.chunks[0].max_ctas == 0 ? kDefault : plan.chunks[0].max_ctas;
-  return std::max(1, all / std::max(1, streams(plan.program)));
 }
 
 std::vector<int32_t> rounds(const Program& program) {

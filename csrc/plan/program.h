@@ -24,7 +24,7 @@ enum class Memory : int32_t {
 enum class Way : int32_t { kPush = 0, kPull = 1, kCopy = 2 };
 
 // The engine that moves the bytes. kAny: whatever the plan's transport has.
-enum class Engine : int32_t { kAny = 0, kCopyEngine = 1, kSms = 2, kNccl = 3 };
+enum class Engine : int32_t { kAny = 0, kCopyEngine = 1, kNccl = 2 };
 
 // Rows and columns of a matrix. An all-to-all's rows, which differ by call, are counted in shares of messages: those of
 // what rank s sends to rank d are rows kMessageShares * d and following of s's product, and kMessageShares * s and
@@ -95,10 +95,6 @@ int32_t streams(const Program& program);
 // destinations, and none needs another. Each rank does the rounds of a stream in their order, and a
 // round needs only earlier rounds.
 std::vector<int32_t> rounds(const Program& program);
-
-// Over peers: CTAs that each stream of a program has, where SMs move its data. The chunks' max_ctas are those of all
-// streams.
-int32_t interpreter_blocks(const Plan& plan);
 
 // Throws std::invalid_argument, which says which transfer cannot be made, what is allowed and what to do.
 void check_program(const Plan& plan);

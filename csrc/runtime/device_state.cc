@@ -4,7 +4,6 @@
 #include <memory>
 
 #include "kernels/gemm/gemm.h"
-#include "kernels/peer/interpreter.h"
 #include "kernels/signal/signal.h"
 #include "runtime/error.h"
 
@@ -97,7 +96,6 @@ DeviceState::DeviceState(int device)
             attribute(cudaDevAttrComputeCapabilityMinor, device)),
       clock_khz_(attribute(cudaDevAttrClockRate, device)) {
   check_cuda(kernels::load_kernels(), "loading the GEMM kernels");
-  check_cuda(kernels::load_interpreter_kernels(), "loading the interpreter of programs");
   check_cuda(kernels::device_counters(&counters_), "finding the counters");
 }
 

@@ -1,6 +1,5 @@
 #include "runtime/run_state.h"
 
-#include "kernels/peer/interpreter.h"
 #include "kernels/peer/peer_collective.h"
 #include "kernels/peer/peer_exchange.h"
 #include "kernels/signal/signal.h"
@@ -11,14 +10,6 @@ namespace {
 
 using steps::Buffer;
 using steps::Where;
-
-// Buffers' numbers, and after them the slots of the ranks from `first` on.
-uint8_t base_number(const Where& where, int32_t first) {
-  if (where.buffer != Buffer::kSlot) return static_cast<uint8_t>(where.buffer);
-  return static_cast<uint8_t>(static_cast<int32_t>(Buffer::kSlot) + where.index - first);
-}
-static_assert(static_cast<int>(Buffer::kSlot) + kernels::kMaxPeers <=
-              kernels::kMaxInterpreterBases);
 
 }  // namespace
 
@@ -61,56 +52,6 @@ void enqueue(RunState& run, const steps::Await& step, cudaStream_t on) {
                                  run.distance(step.peer, run.group.rank()), on),
              "launching a wait");
 }
-void enqueue(RunState& run, const steps::Count& step, cudaStream_t on) {
-  check_cuda(kernels::count(run.counters + step.counter, step.count, on), "launching a count");
-}
-
-void enqueue(RunState& run, const steps::Interpret& step, cudaStream_t on) {
-  kernels::InterpreterParams params{run.with_deadline(run.peers->meeting(run.peer_call))};
-  params.dtype = plan::moved_dtype(run.plan.problem);
-  params.streams = step.streams;
-  params.blocks = step.blocks;
-  params.ends_call = step.ends_call;
-  params.counters = run.counters;
-  const kernels::PeerTiles flags = run.transfer_flags();
-  const Clique& clique = run.peers->clique();
-  const auto place_of = [&](std::optional<int32_t> rank) {
-    return static_cast<int8_t>(rank ? *rank - clique.first : -1);
-  };
-  for (int32_t peer = 0; peer < clique.count; ++peer) {
-    const int32_t behind = run.distance(clique.place(), peer);
-    params.flags[peer] =
-        behind == 0 ? const_cast<uint64_t*>(flags.arrived) : flags.announce[behind - 1];
-  }
-  for (const steps::Half& half : step.halves) {
-    kernels::InterpreterTransfer one;
-    for (const Where* where : {&half.source, &half.destination}) {
-      params.bases[base_number(*where, clique.first)] = run.base(*where);
-    }
-    one.source_base = base_number(half.source, clique.first);
-    one.destination_base = base_number(half.destination, clique.first);
-    one.source = half.source.offset;
-    one.destination = half.destination.offset;
-    one.rows = half.rows;
-    one.row_bytes = half.row_bytes;
-    one.source_stride = half.source_stride;
-    one.destination_stride = half.destination_stride;
-    one.flag = half.flag;
-    one.stream = static_cast<uint8_t>(half.stream);
-    one.adds = half.adds;
-    one.from = place_of(half.from);
-    one.to = place_of(half.to);
-    one.counter = static_cast<int16_t>(half.counter.value_or(-1));
-    one.first_wait = static_cast<uint16_t>(params.waits.size());
-    for (const steps::CounterWait& wait : half.waits) {
-      params.waits.push_back({wait.counter, wait.count});
-    }
-    one.end_wait = static_cast<uint16_t>(params.waits.size());
-    params.transfers.push_back(one);
-  }
-  check_cuda(kernels::interpret(params, on), "launching a program's transfers");
-}
-
 void enqueue(RunState& run, const steps::PeerCollective& step, cudaStream_t on) {
   constexpr int64_t kBytes = kernels::kPeerAccessBytes;
   kernels::PeerCollectiveParams params{run.with_deadline(run.peers->meeting(run.peer_call))};

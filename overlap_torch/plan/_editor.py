@@ -33,7 +33,6 @@ _COLLECTIVES = {
     Op.GEMM_ALLREDUCE: Collective.ALL_REDUCE,
     Op.GEMM_REDUCESCATTER: Collective.REDUCE_SCATTER,
 }
-_INTERPRETER_CTAS = 16  # of all streams together, if SMs move a program's data over peers
 MESSAGE_SHARES = 64  # rows of a message, as an all-to-all's program counts them
 
 
@@ -71,8 +70,7 @@ class Editor:
         problem: of 2 to 8 ranks, or up to 16 on several hosts. ``allgather_gemm`` and ``gemm_alltoall`` compute by
             ``library``.
         tile, kernel, transport: as in :func:`row_panels`.
-        comm_sms: as in :func:`row_panels`; None leaves as many SMs beside a kernel as CTAs move data over ``peer``.
-        max_ctas: as in :func:`row_panels`; over ``peer`` the number of CTAs that move data, for all streams (0: 16).
+        comm_sms, max_ctas: as in :func:`row_panels`. Copy engines move data over ``peer``, and take no SM.
         ranks_per_host: how many ranks of each host map each other's memory; over ``peer`` NCCL's messages go between hosts.
 
     Raises:
@@ -95,7 +93,7 @@ class Editor:
         tile: tuple[int, int] | None = None,
         kernel: Kernel | str = Kernel.LIBRARY,
         transport: Transport | str | None = None,
-        comm_sms: int | None = None,
+        comm_sms: int = 0,
         max_ctas: int = 0,
         ranks_per_host: int = 0,
     ) -> None:
@@ -110,9 +108,6 @@ class Editor:
         self._clique = ranks_per_host if self.over_peers else 0
         # Here plans for NCCL's chunks are over peers, which makes the checks refuse them without a program.
         transport = Transport.NCCL if self.over_peers else transport
-        if comm_sms is None:
-            by_sms = self.over_peers and kernel != Kernel.LIBRARY
-            comm_sms = (max_ctas or _INTERPRETER_CTAS) if by_sms else 0
         self._kernel = kernel
         self._how = {"transport": transport, "max_ctas": max_ctas}
         self._of_panels = {"comm_sms": comm_sms, "tile": tile}
@@ -199,7 +194,7 @@ class Editor:
             reduce: adds to the data in ``into``, which must be computed or have arrived before.
             needs: the transfer waits for these: :meth:`tiles`, :meth:`arrived`, :meth:`left`, or an earlier
                 transfer's return value. None: everything that its own reads and writes require.
-            by: ``any``, ``copy_engine``, ``sms`` or ``nccl``. On CPU gloo moves everything.
+            by: ``any``, ``copy_engine`` or ``nccl``. On CPU gloo moves everything.
             stream: 0 to 3; a rank's transfers of one stream run one after the other.
             rank: the rank or ranks that do this; None: all.
 

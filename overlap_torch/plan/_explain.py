@@ -329,26 +329,11 @@ def _words(plan: Plan, step: dict, element: int) -> str:
         words = f"one kernel over peers that {' and '.join(does)}"
     elif kind == "low_latency":
         words = f"low-latency all-reduce of {_size(step['bytes'])}"
-    elif kind == "interpret":
-        words = _interpreted(step)
     elif kind == "peer_exchange":
         words = f"one kernel that {'sends and ' if step['sends'] else ''}places the peers' messages"
     if step["after"]:
         words += " (after " + ", ".join(f"#{other}" for other in step["after"]) + ")"
     return words
-
-
-def _interpreted(step: dict) -> str:
-    """One kernel's work for a program."""
-
-    def of(which: str) -> str:
-        found = [half for half in step["halves"] if which in half]
-        return f"{len(found)} ({_size(sum(half['rows'] * half['row_bytes'] for half in found))})"
-
-    return (
-        f"one kernel of {step['streams']} x {step['blocks']} CTAs over peers that sends {of('peer')} and puts {of('from')} "
-        f"of {len(step['halves'])} transfers"
-    )
 
 
 def _ctas(plan: Plan, step: dict) -> str:

@@ -44,12 +44,8 @@ def template_plans(
     ]
 
 
-# The engines of a program's transfers: all by SMs in one kernel, by the copy engine, or by turns by all that there is.
-ENGINES: dict[str, list[str]] = {
-    "sms": ["sms"],
-    "copy_engine": ["copy_engine"],
-    "mixed": ["copy_engine", "sms", "nccl", "any"],
-}
+# The engines of a program's transfers: the copy engine, or by turns all that there are.
+ENGINES: dict[str, list[str]] = {"any": ["any"], "mixed": ["copy_engine", "nccl", "any"]}
 
 
 def by_engines(plan: Plan, engines: list[str]) -> Plan:

@@ -244,7 +244,6 @@ REFUSED = {
         "clique = 3 on 4 ranks, allowed are divisors"),
     "a ring of messages": (lambda: plan_module.programs.ring(TO_ALL), "take one_shot"),
     "copies over nccl": (lambda: over_nccl("copy_engine"), "goes by copy_engine.*take by = nccl or any"),
-    "sms over nccl": (lambda: over_nccl("sms"), "goes by sms.*take by = nccl or any"),
     "message left out": (
         lambda: messages(lambda p: p.push(p.message(p.rank + 1), to=p.rank + 1)), "leaves out.*from rank 0 to 2"),
     "message twice": (
@@ -262,7 +261,7 @@ def test_programs_that_cannot_run_are_refused(name):
         make()
 
 
-@pytest.mark.parametrize("by", ["any", "copy_engine", "sms", "nccl"])
+@pytest.mark.parametrize("by", ["any", "copy_engine", "nccl"])
 def test_engines_are_taken_on_cpu_whatever_they_are(by):
     with edit(PROBLEM, tile=TILE, transport="gloo") as p:
         for step in range(1, 4):

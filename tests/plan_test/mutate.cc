@@ -72,33 +72,6 @@ bool works(const Step& step, const Accesses& found) {
   return !found.places.empty() || std::holds_alternative<CallersKernel>(step.what);
 }
 
-// Each wait and each announcement of a program's transfers.
-template <typename With>
-void weaken(const Interpret& one, const With& with) {
-  const auto change = [&](const std::string& without, auto of_step) {
-    with(without, [&](Step& changed) { of_step(std::get<Interpret>(changed.what)); });
-  };
-  for (size_t j = 0; j < one.halves.size(); ++j) {
-    const std::string half = " whose half " + std::to_string(j);
-    for (size_t k = 0; k < one.halves[j].waits.size(); ++k) {
-      change(half + " lacks wait " + std::to_string(k), [&](Interpret& changed) {
-        auto& waits = changed.halves[j].waits;
-        waits.erase(waits.begin() + static_cast<std::ptrdiff_t>(k));
-      });
-    }
-    if (one.halves[j].from) {
-      change(half + " awaits nobody", [&](Interpret& changed) { changed.halves[j].from.reset(); });
-    }
-    if (one.halves[j].to) {
-      change(half + " is not announced", [&](Interpret& changed) { changed.halves[j].to.reset(); });
-    }
-    if (one.halves[j].counter) {
-      change(half + " is not counted",
-             [&](Interpret& changed) { changed.halves[j].counter.reset(); });
-    }
-  }
-}
-
 // Each move of a GEMM that comes after chunks.
 template <typename With>
 void weaken(const Gemm& one, const With& with) {

@@ -5,7 +5,6 @@
 #include "kernels/chunk/rectangles.h"
 #include "kernels/chunk/reorder.h"
 #include "kernels/gemm/gemm.h"
-#include "kernels/peer/interpreter.h"
 #include "kernels/peer/peer_collective.h"
 #include "kernels/peer/peer_exchange.h"
 #include "kernels/peer/peer_finish.h"
@@ -96,25 +95,6 @@ std::string gemm_of(const GemmParams& p) {
   return p.ending.signal.calls == nullptr ? text : cat(text, ";", signal_of(p.ending.signal));
 }
 
-std::string interpreter_of(const InterpreterParams& p) {
-  std::string text = show("interprets", p.counters, p.ends_call ? "to the end" : "");
-  for (const InterpreterTransfer& one : p.transfers) {
-    const auto place = [&](uint8_t base, int64_t offset) -> const void* {
-      return static_cast<const char*>(p.bases[base]) + offset;
-    };
-    text += ";" + show("stream", one.stream, "rows", one.rows, "of", one.row_bytes,
-                       place(one.source_base, one.source), "by", one.source_stride,
-                       one.adds ? "+" : "->", place(one.destination_base, one.destination), "by",
-                       one.destination_stride, "counts", one.counter);
-    for (size_t i = one.first_wait; i < one.end_wait; ++i) {
-      text += show("waits", p.waits[i].counter, "=", p.waits[i].count);
-    }
-    if (one.from >= 0) text += show("from", p.flags[p.rank] + one.flag);
-    if (one.to >= 0) text += show("to", p.flags[one.to] + one.flag);
-  }
-  return text + meeting_of(p);
-}
-
 std::string lines_of(const LinePeers& p) {
   for (const void* place : p.received) (void)at(place, 2 * p.buffer_bytes);
   return ";" + show("sends to", p.destination, "receives", p.received, "announces", p.announce,
@@ -143,7 +123,6 @@ LAUNCH(launch_gemm, gemm_of(p), plan::Kernel, const GemmParams& p)
 LAUNCH(wait_counter, count_of(p), const WaitParams& p)
 LAUNCH(signal_peers_release_sys, signal_of(p), const PeerSignalParams& p)
 LAUNCH(wait_peers_acquire_sys, wait_of(p), const PeerWaitParams& p)
-LAUNCH(interpret, interpreter_of(p), const InterpreterParams& p)
 LAUNCH(peer_collective,
        show("peer collective", p.reduces ? "reduces" : "", p.gathers ? "gathers" : "", "by",
             p.stride, p.own, "->", p.output, p.bias, "accesses", p.count, "send", p.send, "->",
@@ -173,7 +152,6 @@ LAUNCH(add_terms,
             p.destination, p.bias),
        const TermsParams& p)
 LAUNCH(zero_counters, show("zero", n, counters), int32_t* counters, int32_t n)
-LAUNCH(count, show("count", value, counter), int32_t* counter, int32_t value)
 LAUNCH(delay, show("delay", us, "us"), int64_t us)
 LAUNCH(meet_tiles,
        show("announces", to, "from", first_to, "awaits", from, "from", first_from, "distance",
@@ -186,7 +164,6 @@ LAUNCH(copy_listed_rows, " copy listed rows", const ListedRows&)
 LAUNCH(write_step_numbers, " write numbers", uint64_t*, int32_t, const uint64_t*, uint64_t)
 
 FAKE(load_kernels, ())
-FAKE(load_interpreter_kernels, ())
 FAKE(device_counters, (int32_t** counters),
      *counters = static_cast<int32_t*>(record().allocate("counters", 4 * kDeviceCounters)))
 

@@ -145,7 +145,7 @@ def examples(world: int, rank: int) -> dict[str, Call]:
         whole = problem(op, ROWS if op == REDUCE else rows, world)
         by_library[f"sequential {op}"] = make_sequential(whole, Machine(arch=90))
         # The proof of eight ranks' program takes seconds.
-        for engine in ("nccl", "sms", "copy_engine") if world < 8 else ():
+        for engine in ("nccl", "copy_engine") if world < 8 else ():
             made = by_library if op == GATHER else by_kernel
             made[f"{op} program by {engine}"] = program(op, world, engine)
     calls = {name: Call(plan) for name, plan in by_kernel.items()}

@@ -68,12 +68,6 @@ FIELDS(Piece,
 FIELDS(PeerMessages,
   FIELD(send_bytes) FIELD(send) FIELD(destination)
   FIELD(receive_bytes) FIELD(received) FIELD(output))
-FIELDS(CounterWait, FIELD(counter) FIELD(count))
-FIELDS(Half,
-  FIELD(flag) UNUSUAL(stream)
-  FIELD(source) FIELD(source_stride) FIELD(destination) FIELD(destination_stride)
-  FIELD(rows) FIELD(row_bytes) UNUSUAL(adds) UNUSUAL(waits)
-  FIELD(from) AS("peer", item.to) FIELD(counter))
 FIELDS(Communicator, FIELD(max_ctas) FIELD(lane))
 FIELDS(Scratch, AS("buffer", name(item.buffer)) FIELD(bytes))
 FIELDS(plan::BandRun, FIELD(tile_rows) FIELD(count))
@@ -136,8 +130,6 @@ STEP(MeetTiles, "meet_tiles",
   UNUSUAL(announces) UNUSUAL(awaits))
 STEP(Announce, "announce", FIELD(flag) FIELD(peer))
 STEP(Await, "await", FIELD(flag) FIELD(peer))
-STEP(Count, "count", FIELD(counter) FIELD(count))
-STEP(Interpret, "interpret", FIELD(streams) FIELD(blocks) UNUSUAL(ends_call) FIELD(halves))
 STEP(PeerCollective, "peer_collective",
   FIELD(reduces) FIELD(gathers) FIELD(bias) FIELD(stride) FIELD(first)
   FIELD(own) FIELD(output) FIELD(pieces))

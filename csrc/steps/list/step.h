@@ -266,44 +266,6 @@ struct Await {
   int32_t peer = 0;
 };
 
-// Adds to one of the call's counters, after what its lane did before: for an Interpret that waits for it.
-struct Count {
-  int32_t counter = 0;
-  int32_t count = 0;
-};
-
-// A wait of an Interpret: for a counter of the call.
-struct CounterWait {
-  int32_t counter = 0;
-  int32_t count = 0;
-};
-
-// One rank's half of a transfer, as CopyRows has it.
-struct Half {
-  int32_t flag = 0;    // the first one of the transfer's, of which each block of a stream has one
-  int32_t stream = 0;  // of the kernel's
-  Where source;
-  int64_t source_stride = 0;
-  Where destination;
-  int64_t destination_stride = 0;
-  int64_t rows = 0;
-  int64_t row_bytes = 0;
-  bool adds = false;
-  std::vector<CounterWait> waits;
-  std::optional<int32_t> from = {};     // whose flags are awaited
-  std::optional<int32_t> to = {};       // whose flags are set
-  std::optional<int32_t> counter = {};  // that each block counts which has done its share
-};
-
-// Halves of transfers in one kernel. Blocks of a stream take its halves in their order, each the same share of equal
-// rectangles. So a half that touches what one before did to other rectangles waits for its counter.
-struct Interpret {
-  int32_t streams = 1;
-  int32_t blocks = 1;  // of each stream
-  bool ends_call = false;
-  std::vector<Half> halves;
-};
-
 // One rank's share of a collective in one kernel.
 struct Piece {
   int64_t bytes = 0;
@@ -358,8 +320,8 @@ struct PeerExchange {
   FIRST(Fork) NEXT(Join) NEXT(Gemm) NEXT(CallersKernel) NEXT(LibraryGemm) NEXT(WaitForTiles)       \
   NEXT(Mark) NEXT(Arrive) NEXT(Collective) NEXT(SendReceive) NEXT(Copy) NEXT(CopyRows)             \
   NEXT(Delay) NEXT(Pack) NEXT(Unpack) NEXT(AddTerms) NEXT(WaitForSlots) NEXT(WaitForPeers)         \
-  NEXT(Signal) NEXT(EndCall) NEXT(MeetTiles) NEXT(Announce) NEXT(Await) NEXT(Count)                \
-  NEXT(Interpret) NEXT(PeerCollective) NEXT(LowLatency) NEXT(PeerExchange)
+  NEXT(Signal) NEXT(EndCall) NEXT(MeetTiles) NEXT(Announce) NEXT(Await)                \
+  NEXT(PeerCollective) NEXT(LowLatency) NEXT(PeerExchange)
 // clang-format on
 #define OVERLAP_FIRST_KIND(Kind) Kind
 #define OVERLAP_NEXT_KIND(Kind) , Kind

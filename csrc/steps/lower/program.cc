@@ -9,9 +9,7 @@
 //   caller | fork | GEMM: chunk 0, 1, 2 ... signal [A] ....................................... | join | result, bias |
 //   side   |      | wait 0 [A] | send and receive | wait 1 [A] | add what was received | ...    | ^
 //
-// Over peers data land in a slot, and a flag of the transfer says that they are there. Where all transfers go by SMs, one
-// kernel makes them, waits included (lower_program_kernel.cc). Else each is a step of its stream's lane: a copy by the copy
-// engine, the interpreter with this one transfer, or NCCL's.
+// Over peers a copy engine brings data into a slot, and a flag of the transfer says that they are there.
 //
 // An all-gather computes its own rows first, and others once all transfers that write them have arrived.
 #include <algorithm>
@@ -22,7 +20,6 @@
 
 namespace overlap::steps {
 
-using plan::Engine;
 using plan::Memory;
 using plan::Rectangle;
 using plan::Region;
@@ -30,15 +27,6 @@ using plan::Transfer;
 using plan::Way;
 
 namespace {
-
-bool all_by_sms(const plan::Plan& plan) {
-  return plan::over_peers(plan) &&
-         std::none_of(plan.program.transfers.begin(), plan.program.transfers.end(),
-                      [&](const Transfer& one) {
-                        return one.by == Engine::kCopyEngine || one.by == Engine::kNccl ||
-                               !plan::in_one_clique(plan, one.source.rank, one.destination.rank);
-                      });
-}
 
 void add_cuts(const Rectangle& area, std::set<int64_t>& cuts) {
   cuts.insert({area.row, area.row + area.rows});
@@ -63,14 +51,10 @@ ProgramBuilder::ProgramBuilder(const plan::Plan& plan, int32_t rank, const plan:
       places_(plan, rank, variant),
       rounds_(plan::rounds(plan.program)),
       lanes_(plan::streams(plan.program)),
-      in_one_kernel_(all_by_sms(plan)),
-      blocks_(plan::interpreter_blocks(plan)),
       waited_(at(lanes_)),
       arrived_(places_.transfers.size(), kNone),
       left_(places_.transfers.size(), kNone),
-      lane_waited_for_slots_(at(lanes_), false),
-      counter_of_(2 * places_.transfers.size(), -1),
-      seen_(at(lanes_)) {
+      lane_waited_for_slots_(at(lanes_), false) {
   if (!places_.to_all) staging_bytes_ = plan.program.scratch_rows * places_.row_bytes;
 }
 
@@ -85,15 +69,10 @@ StepList ProgramBuilder::lower() {
   }
   if (peers_) list_.add_slot(places_.slot_bytes, hears_all(plan_));
   compute_before();
-  in_one_kernel_ ? communicate_in_one_kernel() : communicate_in_lanes();
-  if (callers_ && list_.made.counters > plan::kMaxChunks) {
-    throw std::invalid_argument("a kernel of your own cannot run by this program, which counts " +
-                                std::to_string(list_.made.counters) + " things, allowed are " +
-                                std::to_string(plan::kMaxChunks) + ": take it over nccl");
-  }
+  communicate();
   if (places_.gathers) compute_arrived();
   list_.add(Lane::kCaller, Join{});
-  if (peers_ && !ends_in_kernel_) list_.add(Lane::kCaller, EndCall{});
+  if (peers_) list_.add(Lane::kCaller, EndCall{});
   finish();
   list_.made.chunks = std::max({1, calls_, peers_ ? 0 : list_.made.counters});
   if (places_.product == Buffer::kProduct) {
@@ -132,7 +111,7 @@ void ProgramBuilder::compute_before() {
     const Where there = {Buffer::kGathered, own.begin * places_.row_bytes};
     list_.add(Lane::kCaller, Copy{{Buffer::kInput}, there, places_.part_rows * places_.row_bytes});
   }
-  list_.add(Lane::kCaller, Fork{in_one_kernel_ ? 1 : lanes_, false});
+  list_.add(Lane::kCaller, Fork{lanes_, false});
   if (places_.gathers) {
     compute_gathered(own, {});
   } else if (places_.to_all) {
@@ -161,7 +140,6 @@ void ProgramBuilder::compute_product() {
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
     add_library(rows, {places_.product, rows.begin * places_.row_bytes});
     computed_.push_back(list_.last());
-    if (in_one_kernel_) list_.add(Lane::kCaller, Count{chunk, plan_.chunks[at(chunk)].tiles});
   }
 }
 
@@ -188,9 +166,6 @@ void ProgramBuilder::compute_messages() {
       if (rows.begin == rows.end) continue;
       add_library(rows, {Buffer::kProduct, rows.begin * places_.row_bytes});
       pieces_[*cut] = list_.last();
-      if (!in_one_kernel_) continue;
-      piece_counters_[*cut] = list_.made.counters;
-      list_.add(Lane::kCaller, Count{list_.made.counters++, 1});
     }
   }
   const plan::Rows own = {places_.send_begin[at(rank_)], places_.send_begin[at(rank_) + 1]};
@@ -253,21 +228,10 @@ void ProgramBuilder::compute_arrived() {
   std::stable_sort(all.begin(), all.end(),
                    [](const Rows& a, const Rows& b) { return a.last < b.last; });
   for (const Rows& one : all) {
-    compute_gathered(one.rows, await_writers(one.writers));
+    std::set<StepId> after;
+    for (const size_t i : one.writers) after.insert(arrived_[i]);
+    compute_gathered(one.rows, {after.begin(), after.end()});
   }
-}
-
-// Waits for transfers that end here, or says after which steps the GEMM comes.
-std::vector<StepId> ProgramBuilder::await_writers(const std::set<size_t>& writers) {
-  std::set<StepId> after;
-  for (const size_t i : writers) {
-    if (in_one_kernel_) {
-      list_.add(Lane::kCaller, WaitForTiles{counter_of_[2 * i + 1], blocks_});
-    } else {
-      after.insert(arrived_[i]);
-    }
-  }
-  return {after.begin(), after.end()};
 }
 
 void ProgramBuilder::finish() {
@@ -288,7 +252,24 @@ void ProgramBuilder::finish() {
 
 // --- each transfer as a step ---
 
-void ProgramBuilder::communicate_in_lanes() {
+// The rows of a transfer on their way into a slot (`sends`), or out of it; or a copy.
+CopyRows ProgramBuilder::rows_of(size_t number, bool sends, Where landing) const {
+  const Transfer& one = transfer(number);
+  CopyRows made;
+  made.rows = places_.height(places_.own_side(one));
+  made.row_bytes = places_.width(places_.own_side(one));
+  const bool within = one.way == Way::kCopy;
+  const bool reads = within || sends;
+  const bool writes = within || !sends;
+  made.source = reads ? places_.place(one.source) : landing;
+  made.source_stride = reads ? places_.row_bytes : made.row_bytes;
+  made.destination = writes ? places_.place(one.destination) : landing;
+  made.destination_stride = writes ? places_.row_bytes : made.row_bytes;
+  made.adds = writes && one.reduces;
+  return made;
+}
+
+void ProgramBuilder::communicate() {
   for (const auto& [number, round] : own_rounds()) {
     std::vector<size_t> called;
     for (const size_t i : round) {
@@ -316,7 +297,7 @@ void ProgramBuilder::copy(size_t number) {
   const Lane lane = side_lane(transfer(number).stream);
   std::vector<StepId> after;
   await_needs(number, lane, after);
-  arrived_[number] = left_[number] = add_rows(half(number, true, {}), lane, after);
+  arrived_[number] = left_[number] = list_.add(lane, rows_of(number, true, {}), after);
 }
 
 // Both sides of a round of this rank, at most one send and one receive.
@@ -354,20 +335,20 @@ void ProgramBuilder::call(const std::vector<size_t>& round) {
     if (places_.is_sent(one) || !landing) continue;
     std::vector<StepId> put_after;
     await_needs(i, lane, put_after);
-    arrived_[i] = add_rows(half(i, false, *landing), lane, put_after);
+    arrived_[i] = list_.add(lane, rows_of(i, false, *landing), put_after);
   }
 }
 
 // Where what is sent lies in one run.
 Where ProgramBuilder::sent_place(const Transfer& one, Lane lane, std::vector<StepId>& after) {
-  Half pack;
+  CopyRows pack;
   pack.source = places_.place(one.source);
   if (places_.one_run(one.source)) return pack.source;
   pack.destination = stage(places_.bytes_of(one));
   pack.rows = places_.height(one.source);
   pack.row_bytes = pack.destination_stride = places_.width(one.source);
   pack.source_stride = places_.row_bytes;
-  add_rows(pack, lane, std::exchange(after, {}));
+  list_.add(lane, pack, std::exchange(after, {}));
   return pack.destination;
 }
 
@@ -376,18 +357,13 @@ void ProgramBuilder::send(size_t number) {
   const Lane lane = side_lane(one.stream);
   std::vector<StepId> after;
   await_needs(number, lane, after);
-  const Half sent = half(number, true, places_.landing(number));
   list_.communicates = calls_++;
-  if (one.by != Engine::kSms && !lane_waited_for_slots_[at(one.stream)]) {
+  if (!lane_waited_for_slots_[at(one.stream)]) {
     lane_waited_for_slots_[at(one.stream)] = true;
     list_.add(lane, WaitForSlots{}, std::exchange(after, {}));
   }
-  if (one.by == Engine::kSms) {
-    left_[number] = interpret(sent, lane, after);
-  } else {
-    add_copy(sent, lane, after);
-    left_[number] = list_.add(lane, Announce{sent.flag, *sent.to});
-  }
+  add_copy(rows_of(number, true, places_.landing(number)), lane, after);
+  left_[number] = list_.add(lane, Announce{static_cast<int32_t>(number), one.destination.rank});
   list_.communicates = -1;
 }
 
@@ -396,15 +372,12 @@ void ProgramBuilder::receive(size_t number) {
   const Lane lane = side_lane(one.stream);
   std::vector<StepId> after;
   await_needs(number, lane, after);
-  Half put = half(number, false, places_.landing(number));
-  if (one.by == Engine::kSms) {
-    arrived_[number] = interpret(put, lane, after);
-    return;
-  }
-  list_.add_held(lane, Await{put.flag, one.source.rank}, std::exchange(after, {}));
+  CopyRows put = rows_of(number, false, places_.landing(number));
+  list_.add_held(lane, Await{static_cast<int32_t>(number), one.source.rank},
+                 std::exchange(after, {}));
   if (put.source.index != rank_ && put.adds) {
     // Data that is added lies at home.
-    Half fetched = put;
+    CopyRows fetched = put;
     fetched.destination = stage(put.rows * put.row_bytes);
     fetched.destination_stride = put.row_bytes;
     fetched.adds = false;
@@ -414,27 +387,13 @@ void ProgramBuilder::receive(size_t number) {
   arrived_[number] = add_copy(put, lane, {});
 }
 
-StepId ProgramBuilder::interpret(const Half& one, Lane lane, const std::vector<StepId>& after) {
-  Interpret step;
-  step.blocks = blocks_;
-  step.halves = {one};
-  return list_.add_held(lane, step, after);
-}
-
-StepId ProgramBuilder::add_copy(const Half& one, Lane lane, std::vector<StepId> after) {
+StepId ProgramBuilder::add_copy(const CopyRows& one, Lane lane, std::vector<StepId> after) {
   const bool dense = one.source_stride == one.row_bytes && one.destination_stride == one.row_bytes;
   if (!one.adds && (dense || one.rows == 1)) {
     return list_.add(lane, Copy{one.source, one.destination, one.rows * one.row_bytes},
                      std::move(after));
   }
-  return add_rows(one, lane, std::move(after));
-}
-
-StepId ProgramBuilder::add_rows(const Half& one, Lane lane, std::vector<StepId> after) {
-  return list_.add(lane,
-                   CopyRows{one.source, one.source_stride, one.destination, one.destination_stride,
-                            one.rows, one.row_bytes, one.adds},
-                   std::move(after));
+  return list_.add(lane, one, std::move(after));
 }
 
 // --- what is waited for ---

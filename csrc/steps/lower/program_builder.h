@@ -72,14 +72,6 @@ class ProgramBuilder : Family {
  private:
   static constexpr StepId kNone = -1;
 
-  // A half that is in the interpreter's table, and what it touches of this rank's memory beside slots.
-  struct Made {
-    size_t transfer = 0;
-    bool reads = false;
-    bool writes = false;
-    size_t place = 0;  // in the launch
-  };
-
   const plan::Transfer& transfer(size_t number) const { return places_.transfers[number]; }
   std::map<int32_t, std::vector<size_t>> own_rounds() const;
   Where stage(int64_t bytes);
@@ -90,32 +82,21 @@ class ProgramBuilder : Family {
   void compute_messages();
   void compute_gathered(plan::Rows rows, const std::vector<StepId>& after);
   void compute_arrived();
-  std::vector<StepId> await_writers(const std::set<size_t>& writers);
   void add_library(plan::Rows rows, Where output);
   void finish();
 
-  // Each transfer as a step of its stream's lane.
-  void communicate_in_lanes();
+  // Each transfer as steps of its stream's lane.
+  void communicate();
+  CopyRows rows_of(size_t number, bool sends, Where landing) const;
   void copy(size_t number);
   void call(const std::vector<size_t>& transfers);
   void send(size_t number);
   void receive(size_t number);
   Where sent_place(const plan::Transfer& one, Lane lane, std::vector<StepId>& after);
-  StepId interpret(const Half& one, Lane lane, const std::vector<StepId>& after);
-  StepId add_copy(const Half& one, Lane lane, std::vector<StepId> after);
-  StepId add_rows(const Half& one, Lane lane, std::vector<StepId> after);
+  StepId add_copy(const CopyRows& one, Lane lane, std::vector<StepId> after);
   void await_needs(size_t number, Lane lane, std::vector<StepId>& after);
   void await_tiles(const plan::Rectangle& area, Lane lane, std::vector<StepId>& after);
   void await_step(StepId id, Lane lane, std::vector<StepId>& after) const;
-
-  // All transfers in one kernel (lower_program_kernel.cc).
-  Half half(size_t number, bool sends, Where landing) const;
-  void communicate_in_one_kernel();
-  void add_launch();
-  void add_half(size_t number, bool reads, bool writes);
-  int32_t counter(const Made& made);
-  std::vector<CounterWait> waits(size_t number, bool reads, bool writes);
-  bool disturbs(const Made& a, const Made& b) const;
 
   // How many tiles count for a chunk.
   int32_t tiles_of(int32_t chunk) const {
@@ -139,23 +120,14 @@ class ProgramBuilder : Family {
   const ProgramPlaces places_;
   const std::vector<int32_t> rounds_;
   const int32_t lanes_;
-  const bool in_one_kernel_;
-  const int32_t blocks_;  // of each stream of the interpreter
-  int32_t calls_ = 0;     // messages, which timelines show as chunks
+  int32_t calls_ = 0;  // messages, which timelines show as chunks
   int64_t staging_bytes_ = 0;
-  std::vector<StepId> computed_;      // each chunk, by the framework's GEMM
-  std::map<int64_t, StepId> pieces_;  // of messages, by their first share
-  std::map<int64_t, int32_t> piece_counters_;
+  std::vector<StepId> computed_;           // each chunk, by the framework's GEMM
+  std::map<int64_t, StepId> pieces_;       // of messages, by their first share
   std::vector<std::set<int32_t>> waited_;  // of each lane: chunks
   std::vector<StepId> arrived_;            // of each transfer that ends here
   std::vector<StepId> left_;               // of each that begins here
   std::vector<bool> lane_waited_for_slots_;
-  bool ends_in_kernel_ = false;
-  Interpret launch_;
-  size_t launch_waits_ = 0;
-  std::vector<Made> made_;           // of this launch
-  std::vector<int32_t> counter_of_;  // of each transfer's halves: that reads here, that writes here
-  std::vector<std::set<int32_t>> seen_;  // counters that a stream has waited for
   CallersTiles tiles_ = {plan_, list_};
 };
 

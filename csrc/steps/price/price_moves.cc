@@ -252,44 +252,6 @@ double end_of(const Await&, Walk& w, size_t id, double& begin_us) {
   return begin_us + w.flag_us() + std::max(0.0, us - sent);
 }
 
-double end_of(const Count& count, Walk& w, size_t, double& begin_us) {
-  return w.counters_us[count.counter] = begin_us + w.profile.host.launch_us;
-}
-
-// Streams run beside each other, each half after its waits; bytes arrive as for Await.
-double end_of(const Interpret& step, Walk& w, size_t, double& begin_us) {
-  for (const Half& half : step.halves) {
-    for (const CounterWait& wait : half.waits) {
-      const bool own = std::any_of(step.halves.begin(), step.halves.end(), [&](const Half& other) {
-        return other.counter && *other.counter == wait.counter;
-      });
-      if (!own && w.counter_us(wait.counter) == kNever) return kNever;
-    }
-  }
-  begin_us = when_ctas_fit(w, begin_us, step.streams * step.blocks);
-  const double start_us = begin_us + w.profile.host.launch_us;
-  std::vector<double> free_us(at(step.streams), start_us);
-  std::vector<double> stream_sent_us(at(step.streams), 0.0);
-  for (const Half& half : step.halves) {
-    double& us = free_us[at(half.stream)];
-    double& sent = stream_sent_us[at(half.stream)];
-    for (const CounterWait& wait : half.waits) us = std::max(us, w.counter_us(wait.counter));
-    const auto bytes = static_cast<double>(half.rows * half.row_bytes);
-    const double moved_us = w.sent_us(bytes) / w.profile.peer.collective_rate;
-    if (half.to) {
-      us += w.communicated(moved_us + w.flag_us());
-      sent += moved_us;
-    } else if (half.from) {
-      us += std::max(0.0, moved_us - std::exchange(sent, 0.0)) +
-            w.local_us((half.adds ? 2.0 : 1.0) * bytes);
-    } else {
-      us += w.local_us((half.adds ? 2.0 : 1.0) * bytes);
-    }
-    if (half.counter) w.counters_us[*half.counter] = us;
-  }
-  return *std::max_element(free_us.begin(), free_us.end());
-}
-
 double end_of(const PeerCollective& step, Walk& w, size_t, double& begin_us) {
   const bool sends = std::any_of(step.pieces.begin(), step.pieces.end(),
                                  [](const Piece& piece) { return piece.send.has_value(); });

@@ -118,36 +118,6 @@ void Simulation::take(Here& here, const Await& step, Span& span) {
   holds(here, span.first, span.last, 1, 1, true, true);
 }
 
-// Streams go on beside each other. A half is a node that its data move in, after one that all its waits end at: blocks
-// take equal shares of equal rectangles one after the other, and wait for each other's where rectangles differ.
-void Simulation::take(Here& here, const Interpret& step, Span& span) {
-  const Node begin = span.first;
-  await_slots(span, here);
-  std::vector<Node> tails(at(step.streams), begin);
-  std::map<int32_t, int32_t> counted;
-  for (const Half& half : step.halves) {
-    Span one = {tails[at(half.stream)], node(here, "has seen what a transfer needs")};
-    graph_.edge(one.first, one.last);
-    for (const CounterWait& wait : half.waits) await_counter(here, one, wait.counter, wait.count);
-    if (half.from) {
-      reads_calls(one, here);
-      await_tiles(one, here, half.flag, half.flag + step.blocks);
-    }
-    const Node moved = node(here, "moves a transfer's data");
-    graph_.edge(one.last, moved);
-    move_rows(moved, here, half.source, half.source_stride, half.destination,
-              half.destination_stride, half.rows, half.row_bytes, half.adds);
-    tails[at(half.stream)] = moved;
-    if (half.to) announce_transfer({moved, moved}, here, half.flag, step.blocks, *half.to);
-    if (half.counter) here.counted[*half.counter] = {moved, counted[*half.counter] += step.blocks};
-  }
-  end_of(here, span, "has done its transfers");
-  for (const Node tail : tails) graph_.edge(tail, span.last);
-  if (step.ends_call) ends_call(span.last, here);
-  const int32_t blocks = step.streams * step.blocks;
-  holds(here, begin, span.last, blocks, blocks, true);
-}
-
 // A step of a meeting: what this rank has done so far, and that all peers have done as much.
 void Simulation::announce(Node node, Here& here, int32_t step) {
   here.meeting->announces.push_back(node);

@@ -165,11 +165,6 @@ void Simulation::take(Here& here, const WaitForTiles& step, Span& span) {
   holds(here, span.first, span.last, 1, 1, true, true);
 }
 
-void Simulation::take(Here& here, const Count& step, Span& span) {
-  here.counted[step.counter] = {span.first, step.count};
-  holds(here, span.first, span.first, 1, 1, false, true);
-}
-
 void Simulation::take(Here& here, const Collective& step, Span& span) {
   const Node end = end_of(here, span, "ends");
   const int64_t bytes = step.count * plan::moved_bytes(here.plan->problem);
