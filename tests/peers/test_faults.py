@@ -151,7 +151,8 @@ def die_in_mid_op(plan: str, use_check: bool, dead: int = 1) -> tuple[float, str
     seconds = time.monotonic() - start
     if rank_device().type == "cuda":  # what was found stays found
         for again in (overlap_torch.check, step):
-            assert until_error(again, 1.0)[1] == message
+            found = until_error(again, 1.0)[1]
+            assert found == message, f"{found!r} after {message!r}"
     return seconds, message
 
 
