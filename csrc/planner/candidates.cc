@@ -317,9 +317,11 @@ void add_gpu_library(Candidates& plans, const Problem& problem, const Machine& m
   });
 }
 
-// Library GEMMs that store into the ranks' memory, a call for each rank's rows. Four chunks were never the fastest.
+// Library GEMMs that store into the ranks' memory, a call for each rank's rows. Four chunks were never the fastest, and two
+// of the scaled GEMM hardly ever.
 void add_stripes(Candidates& plans, const Problem& problem, const Machine& machine, bool all) {
-  const Schedules schedules = all ? Schedules{{1}, {1, 1}, {1, 1, 1, 1}} : Schedules{{1}, {1, 1}};
+  Schedules schedules = {{1}, {1, 1}, {1, 1, 1, 1}};
+  if (!all) schedules.resize(is_fp8(problem.dtype) ? 1 : 2);
   if (problem.traits().sums() && machine.peer_gbps > 0.0 && problem.world_size <= kMaxPeers &&
       library_takes_parts(problem)) {
     add_row_panels(plans, problem, Kernel::kLibrary, schedules, {}, 0, Transport::kPeer,
@@ -385,6 +387,7 @@ void add_unmeasured(Candidates& plans, const Problem& problem, const Machine& ma
   // A kernel's old instructions are slower than the framework's GEMM where that has better: chunks of the latter.
   if (can(kernel, kAges) && machine.arch >= 90 && machine.arch < 120) {
     add_gpu_library(plans, problem, machine, true);
+    add_stripes(plans, problem, machine, true);
   }
 }
 

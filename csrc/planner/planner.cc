@@ -24,7 +24,8 @@ NeededGain needed_gain(const Plan& plan, const Machine& machine) {
     return {reduces && is_fp8(plan.problem.dtype) ? needed.library.share : 1.0, 0.0};
   }
   if (machine.arch == 0) return gain(needed.cpu);
-  if (plan.kernel == Kernel::kLibrary) return gain(needed.library);
+  const bool chunked = plan.collective != Collective::kStripes || plan.chunks.size() > 1;
+  if (plan.kernel == Kernel::kLibrary && chunked) return gain(needed.library);
   if (over_peers(plan)) return gain(needed.peer);
   if (!plan.resources.window) return gain(needed.usual);
   if (plan.collective == Collective::kExchange) return gain(needed.exchange_window);
