@@ -14,8 +14,8 @@ import argparse
 import copy
 import json
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -23,8 +23,8 @@ from overlap_torch import _plan
 from overlap_torch._watch.drawing import GEMM, Bar, Row
 from overlap_torch._watch.drawing import OTHER as PLACE
 from overlap_torch.plan import Machine, Plan, Problem
-from overlap_torch.plan._explain import H200, chunks_of, walk
-from overlap_torch.plan._picture import WAITS
+from overlap_torch.plan._explain import H200, walk
+from overlap_torch.plan._picture import lanes
 from overlap_torch.plan.templates import hierarchical, row_panels
 from overlap_torch.plan.types import Op
 
@@ -34,14 +34,17 @@ LINE, TEXT = "#808080", "#202020"
 CHUNKS = ("#f2c14e", "#e8923a")  # neighbours differ
 PARTS = ("#4878a8", "#2f5d8a")
 STUCK = "#e3b7b0"
-COMMUNICATES = (
-    "collective",
-    "send_receive",
-    "peer_collective",
-    "low_latency",
-    "peer_exchange",
-    "signal",
-)
+SENDS = {  # the words for a bar of a step that communicates; a collective has its own kind's
+    "collective": "",
+    "copy": "copy engine",
+    "send_receive": "send, receive",
+    "peer_exchange": "places what came",
+    "low_latency": "send, add",
+    "peer_collective": "send, add",
+    "signal": "signal",
+}
+STREAMS = {"caller": "caller's stream", "copy": "copy stream"}
+Legend = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -61,30 +64,73 @@ class Picture:
 
     title: str
     panels: tuple[Panel, ...]
-    legend: tuple[tuple[str, str], ...]
+    legend: Legend
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an op runs: in words, by a plan of `make` for a machine."""
+
+    words: str
+    machine: Machine
+    make: Callable[[Problem, Machine], Plan] = _plan.make_plan
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A picture of one problem: its sequence, two calls in words, and the ways of the op."""
+
+    problem: Problem
+    sequence: str
+    ways: tuple[Way, ...]
+    legend: Legend = ()
+    gemm: str = "GEMM"
+    communication: str = "communication"
+    where: str = ""
+    send_rows: tuple[tuple[int, ...], ...] = ()
+
+    def __call__(self) -> Picture:
+        problem, machine = self.problem, self.ways[-1].machine
+        first = f"one after the other: {self.sequence}"
+        if self.send_rows:
+            panels = [exchange_panel(first, self)]
+        else:
+            panels = [panel(first, _plan.make_sequential(problem, machine), machine)]
+        for way in self.ways:
+            made = way.make(problem, way.machine)
+            panels.append(panel(way.words, made, way.machine, self.send_rows))
+        m = problem.m or sum(self.send_rows[0])
+        shape = f"{m} x {problem.n} x {problem.k}, bfloat16"
+        where = self.where or f"rank 0 of {problem.world_size} H200s"
+        title = f"{problem.op.name.lower()}, {shape}, {where}"
+        legend = ((GEMM, self.gemm), (CHUNKS[0], self.communication), *self.legend)
+        return Picture(title, tuple(panels), legend)
 
 
 # --- what is drawn ----------------------------------------------------------------------------------------------
 
 
-def nccl_alone() -> Machine:
-    """The same GPUs without memory that the ranks map into each other."""
-    machine = copy.copy(H200)
-    machine.peer_gbps = 0.0
+def changed(machine: Machine, **values: object) -> Machine:
+    machine = copy.copy(machine)
+    for name, value in values.items():
+        setattr(machine, name, value)
     return machine
 
 
-def two_hosts() -> Machine:
-    """Two such GPUs on each of two hosts, with a network of 50 GB/s for each GPU, nine tenths of which messages reach.
-
-    NCCL's all-reduce sends half of the bytes twice over each GPU's share, as `python -m benchmarks hosts` has it.
-    """
-    machine = nccl_alone()
-    machine.windows = False
-    machine.link_gbps, machine.link_latency_us = 45.0, 50.0
-    machine.clique, machine.clique_gbps = 2, H200.peer_gbps
-    machine.across_gbps, machine.across_latency_us = 45.0, 20.0
-    return machine
+# The same GPUs without memory that the ranks map into each other.
+NCCL_ALONE = changed(H200, peer_gbps=0.0)
+# Two such GPUs on each of two hosts, with a network of 50 GB/s for each GPU, nine tenths of which messages reach. NCCL's
+# all-reduce sends half of the bytes twice over each GPU's share, as `python -m benchmarks hosts` has it.
+TWO_HOSTS = changed(
+    NCCL_ALONE,
+    windows=False,
+    link_gbps=45.0,
+    link_latency_us=50.0,
+    clique=2,
+    clique_gbps=H200.peer_gbps,
+    across_gbps=45.0,
+    across_latency_us=20.0,
+)
 
 
 def panel(
@@ -93,48 +139,32 @@ def panel(
     """Rank 0's work by this plan."""
     received = tuple(row[0] for row in send_rows)
     made, price = walk(plan, machine, 0, send_rows[0] if send_rows else (), received)
-    lanes: dict[str, list[Bar]] = {}
     link: list[Bar] = []
     ring: list[Row] = []
-    for step, chunk, (begin, end) in zip(made["steps"], chunks_of(made), price.steps, strict=True):
-        if step["step"] in WAITS or end - begin <= 0:
-            continue
-        lane = lanes.setdefault(step["lane"], [])
-        if step["step"] == "gemm" and step.get("announces"):
-            ring = ring_rows(plan, step, begin, end, machine)
-        elif step["step"] in ("gemm", "library_gemm"):
-            lane.append(Bar(begin, end, GEMM, "GEMM"))
-            if step["step"] == "gemm" and step["outputs"][0]["to"]["buffer"] == "slot":
+
+    def draw_step(step: dict, chunk: int | None, begin: float, end: float) -> Bar | None:
+        kind = step["step"]
+        if kind == "gemm" and step.get("announces"):
+            ring.extend(ring_rows(plan, step, begin, end, machine))
+            return None
+        if kind in ("gemm", "library_gemm"):
+            if kind == "gemm" and step["outputs"][0]["to"]["buffer"] == "slot":
                 link.append(Bar(begin, end, CHUNKS[0], "the GEMM's stores"))
-        elif step["step"] in COMMUNICATES or (
-            step["step"] == "copy" and step["destination"]["buffer"] == "slot"
-        ):
+            return Bar(begin, end, GEMM, "GEMM")
+        if kind in SENDS and (kind != "copy" or step["destination"]["buffer"] == "slot"):
             number = chunk or 0
-            several = len(plan.chunks) > 1
-            label = str(number) if several else short_name(step)
-            lane.append(Bar(begin, end, CHUNKS[number % 2], label))
-        else:
-            lane.append(Bar(begin, end, PLACE, "" if chunk is None else str(chunk)))
-    names = {"caller": "caller's stream", **{f"side{i}": f"side stream {i}" for i in range(4)}}
-    names["copy"] = "copy stream"
-    rows = ring + [Row(names[lane], lanes[lane]) for lane in names if lanes.get(lane)]
-    if link:
-        rows.append(Row("link", link))
+            words = SENDS[kind] or step["kind"].replace("_", "-")
+            label = str(number) if len(plan.chunks) > 1 else words
+            return Bar(begin, end, CHUNKS[number % 2], label)
+        return Bar(begin, end, PLACE, "" if chunk is None else str(chunk))
+
+    rows = [
+        Row(STREAMS.get(lane, f"side stream {lane[4:]}"), bars)
+        for lane, bars in lanes(made, price, draw_step).items()
+        if bars
+    ]
+    rows = ring + rows + ([Row("link", link)] if link else [])
     return Panel(title, price.expected.total_us, tuple(rows), tuple(price.computed_us))
-
-
-def short_name(step: dict) -> str:
-    """A word for the bar of a step that communicates."""
-    if step["step"] == "collective":
-        return step["kind"].replace("_", "-")
-    return {
-        "copy": "copy engine",
-        "send_receive": "send, receive",
-        "peer_exchange": "places what came",
-        "low_latency": "send, add",
-        "peer_collective": "send, add",
-        "signal": "signal",
-    }[step["step"]]
 
 
 def ring_rows(plan: Plan, step: dict, begin: float, end: float, machine: Machine) -> list[Row]:
@@ -146,161 +176,53 @@ def ring_rows(plan: Plan, step: dict, begin: float, end: float, machine: Machine
     world, round_rows = plan.problem.world_size, step["rows"]["round_tile_rows"]
     tiles = _plan.ring_tiles(world, step["rows"]["part_tile_rows"], plan.tiles_n, round_rows)
     tile_us = (end - begin) / len(tiles)
+
+    def bar(first: int, stop: int, color: str, label: str) -> Bar:
+        return Bar(begin + first * tile_us, begin + stop * tile_us, color, label)
+
     spans: dict[tuple[int, int], list[int]] = {}
     for place, (phase, row, _) in enumerate(tiles):
         spans.setdefault((phase, row // round_rows), []).append(place)
     rows = []
     for phase in range(world):
-        part = (2 * world - 1 - phase) % world
-        bars = tuple(
-            Bar(
-                begin + places[0] * tile_us,
-                begin + (places[-1] + 1) * tile_us,
-                PARTS[number % 2],
-                str(number),
-            )
+        bars = [
+            bar(places[0], places[-1] + 1, PARTS[number % 2], str(number))
             for (of, number), places in spans.items()
             if of == phase
-        )
-        rows.append(Row(f"GEMM: part {part}", bars))
+        ]
+        rows.append(Row(f"GEMM: part {(2 * world - 1 - phase) % world}", bars))
     # A band of tiles begins where a round of the first phase does, or, behind those, of the last.
     starts = sorted({places[0] for (phase, _), places in spans.items() if phase == 0})
     last = sorted(places[0] for (phase, _), places in spans.items() if phase == world - 1)
     starts += [place for place in last if place > spans[(0, max(n for _, n in spans))][-1]]
-    link = []
+    final = world - 1 if step.get("mirrors") else 0
+    link: list[Bar] = []
     for start, stop in zip(starts, [*starts[1:], len(tiles)], strict=True):
-        final = world - 1 if step.get("mirrors") else 0
         sent = sum(1 if phase < world - 1 else final for phase, _, _ in tiles[start:stop])
         load = sent * plan.tile_m * plan.tile_n * 2 / (machine.peer_gbps * 1e3)
-        share = load / ((stop - start) * tile_us)
         if sent:
-            link.append(
-                Bar(
-                    begin + start * tile_us,
-                    begin + stop * tile_us,
-                    CHUNKS[len(link) % 2],
-                    f"{share:.0%}",
-                )
-            )
+            share = f"{load / ((stop - start) * tile_us):.0%}"
+            link.append(bar(start, stop, CHUNKS[len(link) % 2], share))
     return [*rows, Row("link, share used", link)]
 
 
-def picture(
-    problem: Problem,
-    collective: str,
-    nccl: str | None,
-    peers: str,
-    legend: tuple[tuple[str, str], ...],
-) -> Picture:
-    """The sequence, the planner's plans over NCCL, where `nccl` names it, and over peer memory."""
-    first, then = "torch.mm", collective
-    if problem.op == Op.ALLGATHER_GEMM:
-        first, then = then, first
-    sequence = _plan.make_sequential(problem, H200)
-    panels = [panel(f"one after the other: {first}, then {then}", sequence, H200)]
-    for words, machine in ((nccl, nccl_alone()), (peers, H200)):
-        if words is not None:
-            panels.append(panel(f"the op over {words}", _plan.make_plan(problem, machine), machine))
-    shape = f"{problem.m} x {problem.n} x {problem.k}"
-    name, world = problem.op.name.lower(), problem.world_size
-    title = f"{name}, {shape}, bfloat16, rank 0 of {world} H200s"
-    return Picture(title, tuple(panels), ((GEMM, "GEMM"), (CHUNKS[0], "communication"), *legend))
-
-
-def reduction(op: Op, world: int, name: str) -> Picture:
-    legend = ((PLACE, "puts a chunk in place"), ("|", "a chunk's tiles are finished"))
-    nccl, peers = "NCCL: chunks", "peer memory: single tiles"
-    made = picture(Problem(8192, 8192, 3584, "bfloat16", world, op), name, nccl, peers, legend)
-    rounds = "GEMM (over peer memory: rounds of tile rows, a line for each rank's part)"
-    chunks = "communication, with the chunk's number"
-    return replace(made, legend=((GEMM, rounds), (CHUNKS[0], chunks), *legend))
-
-
-def all_reduce() -> Picture:
-    return reduction(Op.GEMM_ALLREDUCE, 2, "all_reduce")
-
-
-def reduce_scatter() -> Picture:
-    return reduction(Op.GEMM_REDUCESCATTER, 4, "reduce_scatter")
-
-
-def all_gather() -> Picture:
-    return picture(
-        Problem(8192, 8192, 3584, "bfloat16", 2, Op.ALLGATHER_GEMM),
-        "all_gather",
-        "NCCL: own rows first, then what has arrived",
-        "peer memory: one GEMM, whose loads wait for rows",
-        ((PLACE, "copies own rows"),),
-    )
-
-
-def few_rows() -> Picture:
-    problem = Problem(128, 8192, 3584, "bfloat16", 2, Op.GEMM_ALLREDUCE)
-    return picture(problem, "all_reduce", None, "peer memory: direct", ())
-
-
-def all_to_all() -> Picture:
-    problem = Problem(0, 8192, 3584, "bfloat16", 2, Op.GEMM_ALLTOALL)
-    rows = ((4096, 4096), (4096, 4096))
-    # No plan is the sequence: its GEMM is that of an all-reduce, its exchange the one over NCCL.
-    alone = Problem(8192, 8192, 3584, "bfloat16", 2, Op.GEMM_ALLREDUCE)
-    _, gemm = walk(_plan.make_sequential(alone, H200), H200, 0)
-    made, price = walk(_plan.make_plan(problem, nccl_alone()), nccl_alone(), 0, rows[0], rows[0])
+def exchange_panel(title: str, spec: Spec) -> Panel:
+    """The sequence of an all-to-all: no plan is that; its GEMM is an all-reduce's, its exchange the one over NCCL."""
+    problem, rows = spec.problem, spec.send_rows
+    alone = Problem(sum(rows[0]), problem.n, problem.k, "bfloat16", 2, Op.GEMM_ALLREDUCE)
+    computed = walk(_plan.make_sequential(alone, H200), H200, 0)[1].steps[0][1]
+    made, price = walk(_plan.make_plan(problem, NCCL_ALONE), NCCL_ALONE, 0, rows[0], rows[0])
     steps = [step["step"] for step in made["steps"]]
     begin, end = price.steps[steps.index("send_receive")]
-    computed = gemm.steps[0][1]
     sent = computed + end - begin
     bars = (Bar(0.0, computed, GEMM, "GEMM"), Bar(computed, sent, CHUNKS[0], "all-to-all"))
-    first = "one after the other: torch.mm, then all_to_all"
-    panels = [Panel(first, sent, (Row("caller's stream", bars),))]
-    for words, machine in (
-        ("NCCL: the peer's rows first", nccl_alone()),
-        ("peer memory: the GEMM stores the peer's rows where they go", H200),
-    ):
-        plan = _plan.make_plan(problem, machine)
-        panels.append(panel(f"the op over {words}", plan, machine, rows))
-    return Picture(
-        "gemm_alltoall, 8192 x 8192 x 3584, bfloat16, half of the rows to each, rank 0 of 2 H200s",
-        tuple(panels),
-        ((GEMM, "GEMM"), (CHUNKS[0], "communication")),
-    )
-
-
-def hosts() -> Picture:
-    """Two hosts of two GPUs, over a network as described."""
-    problem = Problem(16384, 8192, 3584, "bfloat16", 4, Op.GEMM_ALLREDUCE)
-    machine = two_hosts()
-    how = {"kernel": "sm90_pingpong", "comm_sms": 8, "max_ctas": 8}
-    panels = [
-        panel(words, plan, machine)
-        for words, plan in (
-            (
-                "one after the other: torch.mm, then all_reduce",
-                _plan.make_sequential(problem, machine),
-            ),
-            ("the op over NCCL", row_panels(problem, 4, transport="nccl", **how)),
-            (
-                "each row between hosts once: peer memory within, NCCL's messages across",
-                hierarchical(problem, 2, 4, transport="peer", **how),
-            ),
-        )
-    ]
-    return Picture(
-        "gemm_allreduce, 16384 x 8192 x 3584, bfloat16, rank 0 of 2 x 2 H200s, 50 GB/s a GPU between hosts",
-        tuple(panels),
-        (
-            (GEMM, "GEMM"),
-            (CHUNKS[0], "communication, with the chunk's number"),
-            (PLACE, "adds up, or puts in place"),
-            ("|", "a chunk's tiles are finished"),
-        ),
-    )
+    return Panel(title, sent, (Row("caller's stream", bars),))
 
 
 def deadlock() -> Picture:
     """A kernel of the caller's that awaits an all-gather: on all SMs, and with some set apart."""
     problem = Problem(8192, 8192, 3584, "bfloat16", 2, Op.ALLGATHER_GEMM)
-    machine, kernel_us, apart = nccl_alone(), 300.0, 16
+    machine, kernel_us, apart = NCCL_ALONE, 300.0, 16
     plan = row_panels(problem, 4, tile=(128, 256), comm_sms=apart, max_ctas=apart, transport="nccl")
     made, tiles, _ = _plan.kernel_steps_json(plan, 0, machine, True)
     steps = json.loads(made)["steps"]
@@ -353,20 +275,81 @@ def deadlock() -> Picture:
     )
 
 
+TICKS = ("|", "a chunk's tiles are finished")
+NUMBERED = "communication, with the chunk's number"
+REDUCTION = {
+    "ways": (
+        Way("the op over NCCL: chunks", NCCL_ALONE),
+        Way("the op over peer memory: single tiles", H200),
+    ),
+    "gemm": "GEMM (over peer memory: rounds of tile rows, a line for each rank's part)",
+    "communication": NUMBERED,
+    "legend": ((PLACE, "puts a chunk in place"), TICKS),
+}
+ON_HOSTS = {"kernel": "sm90_pingpong", "comm_sms": 8, "max_ctas": 8}
+
+
+def problem(op: Op, m: int = 8192, world: int = 2) -> Problem:
+    return Problem(m, 8192, 3584, "bfloat16", world, op)
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
-    "allreduce": all_reduce,
-    "reducescatter": reduce_scatter,
-    "allgather": all_gather,
-    "alltoall": all_to_all,
-    "few_rows": few_rows,
+    "allreduce": Spec(problem(Op.GEMM_ALLREDUCE), "torch.mm, then all_reduce", **REDUCTION),
+    "reducescatter": Spec(
+        problem(Op.GEMM_REDUCESCATTER, world=4), "torch.mm, then reduce_scatter", **REDUCTION
+    ),
+    "allgather": Spec(
+        problem(Op.ALLGATHER_GEMM),
+        "all_gather, then torch.mm",
+        (
+            Way("the op over NCCL: own rows first, then what has arrived", NCCL_ALONE),
+            Way("the op over peer memory: one GEMM, whose loads wait for rows", H200),
+        ),
+        ((PLACE, "copies own rows"),),
+    ),
+    "alltoall": Spec(
+        problem(Op.GEMM_ALLTOALL, 0),
+        "torch.mm, then all_to_all",
+        (
+            Way("the op over NCCL: the peer's rows first", NCCL_ALONE),
+            Way("the op over peer memory: the GEMM stores the peer's rows where they go", H200),
+        ),
+        where="half of the rows to each, rank 0 of 2 H200s",
+        send_rows=((4096, 4096), (4096, 4096)),
+    ),
+    "few_rows": Spec(
+        problem(Op.GEMM_ALLREDUCE, 128),
+        "torch.mm, then all_reduce",
+        (Way("the op over peer memory: direct", H200),),
+    ),
     "deadlock": deadlock,
-    "hosts": hosts,
+    "hosts": Spec(
+        problem(Op.GEMM_ALLREDUCE, 16384, 4),
+        "torch.mm, then all_reduce",
+        (
+            Way(
+                "the op over NCCL",
+                TWO_HOSTS,
+                lambda problem, _: row_panels(problem, 4, transport="nccl", **ON_HOSTS),
+            ),
+            Way(
+                "each row between hosts once: peer memory within, NCCL's messages across",
+                TWO_HOSTS,
+                lambda problem, _: hierarchical(problem, 2, 4, transport="peer", **ON_HOSTS),
+            ),
+        ),
+        ((PLACE, "adds up, or puts in place"), TICKS),
+        communication=NUMBERED,
+        where="rank 0 of 2 x 2 H200s, 50 GB/s a GPU between hosts",
+    ),
 }
 
 
 # --- as SVG -----------------------------------------------------------------------------------------------------
 
 WIDTH, LEFT, RIGHT, ROW, BAR = 880, 118, 76, 22, 17
+Box = tuple[float, float, float, float]  # x, y, width, height
+Word = tuple[float, float, str]  # x, y, a label
 
 
 def svg(picture: Picture) -> str:
@@ -374,29 +357,26 @@ def svg(picture: Picture) -> str:
     longest = max(panel.total_us for panel in picture.panels)
     step = next(s * 10**e for e in range(6) for s in (1, 2, 5) if longest / (s * 10**e) <= 8)
     scale = (WIDTH - LEFT - RIGHT) / longest
-    body: list[str] = [text(12, 20, picture.title, 13, weight="bold")]
+    body = [text([(12, 20, picture.title)], 13, weight="bold")]
     y = 34
     for one in picture.panels:
         body += panel_svg(one, y, scale)
         y += 24 + ROW * len(one.rows) + 8
-    body.append(rect(LEFT, y, WIDTH - LEFT - RIGHT, 0.8, LINE))
-    ticks = int(longest / step)
-    for i in range(ticks + 1):
-        x = LEFT + i * step * scale
-        body.append(rect(x, y, 0.8, 4, LINE))
-        body.append(text(x, y + 16, f"{i * step}", 10, anchor="middle"))
-    body.append(text(WIDTH - RIGHT + 6, y + 16, "µs", 10))
-    y += 36
-    x = 12.0
+    ticks = [(LEFT + i * step * scale, f"{i * step}") for i in range(int(longest / step) + 1)]
+    axis = [(LEFT, y, WIDTH - LEFT - RIGHT, 0.8), *((x, y, 0.8, 4.0) for x, _ in ticks)]
+    body += [path(axis, LINE), text([(x, y + 16, us) for x, us in ticks], 10, "middle")]
+    body.append(text([(WIDTH - RIGHT + 6, y + 16, "µs")], 10))
+    x, y = 12.0, y + 36
+    legend: list[Word] = []
     for color, words in picture.legend:
         if x + 24 + 6.4 * len(words) > WIDTH:
             x, y = 12.0, y + 18
-        if color == "|":
-            body.append(rect(x + 5, y - 10, 1.4, 12, "black"))
-        else:
-            body.append(rect(x, y - 9, 11, 11, color))
-        body.append(text(x + 16, y, words, 11))
+        ticked = color == "|"
+        box = (x + 5, y - 10, 1.4, 12) if ticked else (x, y - 9, 11, 11)
+        body.append(path([box], "black" if ticked else color))
+        legend.append((x + 16, y, words))
         x += 34 + 6.4 * len(words)
+    body.append(text(legend, 11))
     height = y + 12
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
@@ -406,46 +386,49 @@ def svg(picture: Picture) -> str:
     )
 
 
-def panel_svg(one: Panel, y: int, scale: float) -> Iterable[str]:
-    yield text(12, y + 16, one.title, 12)
+def panel_svg(one: Panel, y: int, scale: float) -> Iterator[str]:
+    """A path for each colour of bars, and a text for each of labels."""
+    yield text([(12, y + 16, one.title)], 12)
     y += 24
-    for number, row in enumerate(one.rows):
-        top = y + ROW * number
-        yield text(LEFT - 8, top + 13, row.name, 10, anchor="end")
+    boxes: dict[str, list[Box]] = {}
+    labels: dict[str, list[Word]] = {}
+    for top, row in zip(range(y, y + ROW * len(one.rows), ROW), one.rows, strict=True):
         for bar in row.bars:
             x, width = LEFT + bar.begin * scale, (bar.end - bar.begin) * scale
-            yield rect(x, top, max(width - 0.6, 0.6), BAR, bar.color)
+            boxes.setdefault(bar.color, []).append((x, top, max(width - 0.6, 0.6), BAR))
             if bar.label and width > 6.2 * len(bar.label) + 2:
                 fill = "white" if bar.color in (GEMM, *PARTS) else TEXT
-                yield text(x + width / 2, top + 12.5, bar.label, 10, anchor="middle", fill=fill)
-        if number == 0:
-            for tick in one.ticks:
-                yield rect(LEFT + tick * scale - 0.7, top - 2, 1.4, BAR + 4, "black")
+                labels.setdefault(fill, []).append((x + width / 2, top + 12.5, bar.label))
+    names = [(LEFT - 8, y + ROW * i + 13, row.name) for i, row in enumerate(one.rows)]
+    yield text(names, 10, "end")
+    yield from (path(of, color) for color, of in boxes.items())
+    yield from (text(of, 10, "middle", fill=fill) for fill, of in labels.items())
+    if one.ticks:
+        ticks = [(LEFT + tick * scale - 0.7, y - 2, 1.4, BAR + 4) for tick in one.ticks]
+        yield path(ticks, "black")
     end = LEFT + one.total_us * scale
-    yield rect(end, y - 3, 1, ROW * len(one.rows) + 2, LINE)
+    yield path([(end, y - 3, 1, ROW * len(one.rows) + 2)], LINE)
     words = f"{one.total_us:.0f} µs" if one.ends else "never"
-    yield text(end + 6, y + 12.5, words, 11, weight="bold")
+    yield text([(end + 6, y + 12.5, words)], 11, weight="bold")
 
 
-def rect(x: float, y: float, width: float, height: float, fill: str) -> str:
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"/>'
-    )
+def path(boxes: Sequence[Box], fill: str) -> str:
+    """Rectangles of one colour."""
+    lines = " ".join(f"M{x:.1f} {y:.1f}h{w:.1f}v{h:.1f}h-{w:.1f}z" for x, y, w, h in boxes)
+    return f'<path fill="{fill}" d="{lines}"/>'
 
 
 def text(
-    x: float,
-    y: float,
-    words: str,
+    words: Sequence[Word],
     size: int,
     anchor: str = "start",
     weight: str = "normal",
     fill: str = TEXT,
 ) -> str:
-    style = f'font-size="{size}" text-anchor="{anchor}" fill="{fill}"'
-    if weight != "normal":
-        style += f' font-weight="{weight}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
+    """Words of one look."""
+    spans = (f'<tspan x="{x:.1f}" y="{y:.1f}">{escape(word)}</tspan>' for x, y, word in words)
+    style = f'font-size="{size}" text-anchor="{anchor}" font-weight="{weight}" fill="{fill}"'
+    return f"<text {style}>{''.join(spans)}</text>"
 
 
 def outdated() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LANES = ("caller", "side0", "side1", "side2", "side3", "copy")
-WAITS = "wait_for_tiles wait_for_peers wait_for_slots await count mark fork join delay".split()
+_WAITS = "wait_for_tiles wait_for_peers wait_for_slots await count mark fork join delay".split()
 
 
 def plot(
@@ -122,23 +122,35 @@ def _color(group: int | None, groups: int) -> tuple[float, ...] | str:
     return colormaps["YlOrBr"](0.25 + 0.65 * group / max(1, groups - 1))
 
 
-def _rows(plan: Plan, rank: int, made: dict, price: _plan.Price) -> list[Row]:
-    """A row for each lane of the rank's list, with the steps that take time."""
-    chunks = chunks_of(made)
-    groups = max(len(plan.chunks), 1 + max((c for c in chunks if c is not None), default=0))
+def lanes(
+    made: dict,
+    price: _plan.Price,
+    draw_step: Callable[[dict, int | None, float, float], Bar | None],
+) -> dict[str, list[Bar]]:
+    """The bars of each lane of a rank's list: `draw_step` draws a step that takes time, of a chunk, from begin to end."""
     used = {step["lane"] for step in made["steps"]} | {"caller"}
     bars: dict[str, list[Bar]] = {lane: [] for lane in _LANES if lane in used}
-    for step, chunk, (begin, end) in zip(made["steps"], chunks, price.steps, strict=True):
-        if end <= begin or step["step"] in WAITS:
-            continue
-        gemm = step["step"] in ("gemm", "library_gemm")
-        color = GEMM if gemm else _color(chunk, groups)
-        bars[step["lane"]].append(
-            Bar(begin, end, color, "" if gemm or chunk is None else str(chunk))
-        )
+    for step, chunk, (begin, end) in zip(made["steps"], chunks_of(made), price.steps, strict=True):
+        if end > begin and step["step"] not in _WAITS:
+            bar = draw_step(step, chunk, begin, end)
+            bars[step["lane"]] += [bar] if bar else []
+    return bars
+
+
+def _rows(plan: Plan, rank: int, made: dict, price: _plan.Price) -> list[Row]:
+    """A row for each lane of the rank's list, with the steps that take time."""
+    groups = max(
+        len(plan.chunks), *(1 + chunk for chunk in chunks_of(made) if chunk is not None), 1
+    )
+
+    def draw_step(step: dict, chunk: int | None, begin: float, end: float) -> Bar:
+        if step["step"] in ("gemm", "library_gemm"):
+            return Bar(begin, end, GEMM)
+        return Bar(begin, end, _color(chunk, groups), "" if chunk is None else str(chunk))
+
     return [
-        Row(f"rank {rank}: {lane}", drawn, price.computed_us, begins_group=lane == "caller")
-        for lane, drawn in bars.items()
+        Row(f"rank {rank}: {lane}", bars, price.computed_us, begins_group=lane == "caller")
+        for lane, bars in lanes(made, price, draw_step).items()
     ]
 
 

@@ -148,10 +148,10 @@ def test_docs_pictures_are_what_the_plans_are_now():
 def test_docs_pictures_show_the_steps_as_priced():
     """The picture of the all-reduce: each panel as long as its plan is expected to take, each chunk once."""
     module = pictures()
-    sequence, nccl, peers = module.all_reduce().panels
+    sequence, nccl, peers = module.PICTURES["allreduce"]().panels
     problem = module.Problem(8192, 8192, 3584, "bfloat16", 2, module.Op.GEMM_ALLREDUCE)
-    plan = module._plan.make_plan(problem, module.nccl_alone())
-    assert nccl.total_us == module._plan.predict(plan, module.nccl_alone()).total_us
+    plan = module._plan.make_plan(problem, module.NCCL_ALONE)
+    assert nccl.total_us == module._plan.predict(plan, module.NCCL_ALONE).total_us
     shown = [bar for row in nccl.rows if row.name.startswith("side") for bar in row.bars]
     assert sorted(int(bar.label) for bar in shown) == list(range(len(plan.chunks)))
     assert len(nccl.ticks) == len(plan.chunks) > 1
