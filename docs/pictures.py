@@ -277,11 +277,17 @@ def deadlock() -> Picture:
 
 TICKS = ("|", "a chunk's tiles are finished")
 NUMBERED = "communication, with the chunk's number"
+
+
+def over(nccl: str, peers: str) -> tuple[Way, Way]:
+    return (
+        Way(f"the op over NCCL: {nccl}", NCCL_ALONE),
+        Way(f"the op over peer memory: {peers}", H200),
+    )
+
+
 REDUCTION = {
-    "ways": (
-        Way("the op over NCCL: chunks", NCCL_ALONE),
-        Way("the op over peer memory: single tiles", H200),
-    ),
+    "ways": over("chunks", "single tiles"),
     "gemm": "GEMM (over peer memory: rounds of tile rows, a line for each rank's part)",
     "communication": NUMBERED,
     "legend": ((PLACE, "puts a chunk in place"), TICKS),
@@ -301,19 +307,13 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "allgather": Spec(
         problem(Op.ALLGATHER_GEMM),
         "all_gather, then torch.mm",
-        (
-            Way("the op over NCCL: own rows first, then what has arrived", NCCL_ALONE),
-            Way("the op over peer memory: one GEMM, whose loads wait for rows", H200),
-        ),
+        over("own rows first, then what has arrived", "one GEMM, whose loads wait for rows"),
         ((PLACE, "copies own rows"),),
     ),
     "alltoall": Spec(
         problem(Op.GEMM_ALLTOALL, 0),
         "torch.mm, then all_to_all",
-        (
-            Way("the op over NCCL: the peer's rows first", NCCL_ALONE),
-            Way("the op over peer memory: the GEMM stores the peer's rows where they go", H200),
-        ),
+        over("the peer's rows first", "the GEMM stores the peer's rows where they go"),
         where="half of the rows to each, rank 0 of 2 H200s",
         send_rows=((4096, 4096), (4096, 4096)),
     ),
