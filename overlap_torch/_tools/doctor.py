@@ -59,6 +59,12 @@ ENVIRONMENT = (
         "maps peers' memory by this way alone: CUDA IPC, or NCCL's symmetric windows; the same on all ranks",
     ),
     Variable(
+        "OVERLAP_HOST_ID",
+        "any text",
+        "the boot's number",
+        "for tests: ranks with other texts are on other hosts",
+    ),
+    Variable(
         "OVERLAP_LOG",
         "none, plans",
         "none",

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import overlap_torch
 from checks import Failures
 from operands import difference, integers, poison
 from overlap_torch._moe import activation, ops, scaled
@@ -317,6 +319,40 @@ def check_scaled(failures: Failures) -> None:
             failures.expect_equal(mine[: ends[-1]], hidden[: ends[-1]], form, *place)
 
 
+def results(operands, of: slice, weights: list[torch.Tensor], **how) -> list[torch.Tensor]:
+    """Output and gradient of some tokens."""
+    x, ids, shares, grad = (one[of] for one in operands)
+    x = x.detach().requires_grad_()
+    output = overlap_torch.moe(x, ids, shares, *weights, **how)
+    output.backward(grad)
+    return [output, x.grad]
+
+
+def check_bits(failures: Failures) -> None:
+    """A token's result, and its gradient, have the bits that they have in a group of one rank, among few tokens or many."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    experts, hidden, inner, tokens, choices = 8, 256, 384, 300, 3
+    own = slice(experts // world * rank, experts // world * (rank + 1))
+    for dtype, skew in itertools.product((torch.bfloat16, torch.float16), (0, 1)):
+        generator = torch.Generator("cuda").manual_seed(3)
+        draw = functools.partial(torch.randn, device="cuda", generator=generator)
+        weights = [draw(experts, 2 * inner, hidden) / 16, draw(experts, hidden, inner) / 19]
+        weights = [one.to(dtype) for one in weights]
+        x, grad = (draw(world, tokens, hidden)[rank].to(dtype) for _ in range(2))
+        score = draw(world, tokens, experts)[rank] + skew * torch.arange(experts, device="cuda")
+        shares, ids = score.softmax(-1).topk(choices)
+        operands = (x, ids, shares, grad)
+        for transport in ("nccl", "peer") if world > 1 else (None,):
+            parts = [one[own] for one in weights]
+            among_all = results(operands, slice(0, tokens), parts, transport=transport)
+            for begin, end in ((0, tokens), (0, 1), (7, 12), (100, 117), (40, 104), (9, 209)):
+                right = results(operands, slice(begin, end), weights, group=alone)
+                for name, mine, expected in zip(("output", "x"), among_all, right, strict=True):
+                    problem = difference(mine[begin:end], expected)
+                    failures.expect(problem, name, dtype, skew, transport, begin, end)
+
+
 def on_hopper(failures: Failures, check: Callable[[Failures], None]) -> None:
     if torch.cuda.get_device_capability() == (9, 0):
         check(failures)
@@ -334,3 +370,9 @@ def test_moe_kernels_are_their_compositions(ranks, check):
 @pytest.mark.parametrize("check", [check_products, check_experts, check_scaled])
 def test_moe_grouped_gemms_are_exact(ranks, check):
     ranks.expect_no_failures(on_hopper, check)
+
+
+@pytest.mark.ranks((1, "nccl"), (2, "nccl"), (4, "nccl"))
+@pytest.mark.peers
+def test_moe_bits_are_of_row_and_weights(ranks):
+    ranks.expect_no_failures(on_hopper, check_bits)

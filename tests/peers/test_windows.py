@@ -1,6 +1,7 @@
 """Peers' memory as NCCL's symmetric windows in place of CUDA IPC: the same kernels and results, in graphs too, groups that come
 and go, and what is said where windows cannot be had."""
 
+import os
 from datetime import timedelta
 from functools import partial
 
@@ -42,6 +43,9 @@ PINGPONG = Kernel.SM90_PINGPONG
 WINDOWS = {"OVERLAP_PEER_MEMORY": "nccl"}
 # On one machine: CUDA IPC is not tried between ranks on hosts of these names, while NCCL, which is told nothing, sees one host.
 OTHER_HOSTS = {"OVERLAP_HOST_ID": "host{rank}"}
+by_itself = pytest.mark.skipif(
+    "OVERLAP_PEER_MEMORY" in os.environ, reason="OVERLAP_PEER_MEMORY chooses the way"
+)
 on_peers = pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 
 OP_WAYS = [
@@ -254,6 +258,7 @@ def test_windows_are_named_with_their_setting(failures: Failures) -> None:
 
 
 @on_peers
+@by_itself
 @pytest.mark.fresh(environment=OTHER_HOSTS)
 def test_windows_are_taken_where_ipc_is_refused(failures: Failures) -> None:
     expect_windows(failures, "NCCL windows; CUDA IPC is refused: ")
@@ -280,6 +285,7 @@ def test_windows_are_refused_where_nccl_has_none(failures: Failures) -> None:
 
 
 @pytest.mark.ranks((2, "nccl"))
+@by_itself
 @pytest.mark.fresh(
     environment={**OTHER_HOSTS, "NCCL_HOSTID": "host{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 )
