@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-import overlap_torch
 from checks import Failures, close
-from frameworks import check_training, megatron_groups, needs_megatron
+from frameworks import check_training, megatron_groups, needs_megatron, reasons
 from frameworks import megatron_config as config
 from frameworks import megatron_gpt as gpt
 from layers import ops_called
@@ -159,10 +158,6 @@ def test_megatron_experts_in_parts_and_in_bfloat16(failures: Failures) -> None:
             error, bound = ((each[name].float() - value).norm() for each in (found, theirs))
             fault = f"off by {error}, Megatron by {bound}" if error > 1.1 * bound else None
             failures.expect(fault, name, "bfloat16", choices)
-
-
-def reasons(layer: torch.nn.Module) -> list[str]:
-    return [row["why"] for row in overlap_torch.report(layer) if not row["op"]]
 
 
 def test_megatron_experts_leave_options_to_megatron(failures: Failures) -> None:

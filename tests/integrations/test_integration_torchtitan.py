@@ -252,35 +252,3 @@ def test_torchtitan_model_trains(failures: Failures) -> None:
         return loss
 
     check_training(failures, own, ours, step, {"allgather_gemm", "gemm_reducescatter"})
-
-
-def dispatched(kind: str, mesh, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Rows, counts, output and gradients of a token dispatcher, torchtitan's or ours, around experts that double."""
-    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
-
-    from overlap_torch.integrations.torchtitan_experts import token_dispatcher
-
-    config = AllToAllTokenDispatcher.Config(num_experts=4, top_k=2)
-    config = token_dispatcher(config) if kind == "ours" else config
-    dispatcher = config.build()
-    dispatcher.wire_meshes(ep_mesh=mesh)
-    rank = dist.get_rank()
-    x = integers(6, K, seed=20 + rank).to(dtype).requires_grad_()
-    scores = (2.0 ** integers(6, 2, seed=30 + rank)).requires_grad_()
-    ids = torch.stack([integers(6, seed=40 + rank) % 2, integers(6, seed=50) % 2 + 2], 1).long()
-    counts = torch.bincount(ids.flatten(), minlength=4)
-    rows, numbers, metadata = dispatcher.dispatch(x, scores, ids, counts)
-    output = dispatcher.combine(rows * 2, metadata, x)
-    output.backward(integers(6, K, seed=60 + rank).to(dtype))
-    return [rows.detach(), numbers, output.detach(), x.grad, scores.grad]
-
-
-def test_torchtitan_token_dispatcher_is_torchtitans(failures: Failures) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torchtitan.distributed.utils import set_spmd_backend
-
-    set_spmd_backend("partial_dtensor")  # whose dispatcher takes the mesh that it was given
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    for dtype in (torch.float32, torch.bfloat16):
-        own, ours = (dispatched(kind, mesh, dtype) for kind in ("torchtitan", "ours"))
-        failures.expect_equal(ours, own, dtype)

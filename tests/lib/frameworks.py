@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import overlap_torch
 from checks import Failures, close
 from layers import ops_called
 from operands import as_torchrun_places, rank_device
@@ -100,6 +101,11 @@ def check_training(
             optimizer.step()
         for name, parameter in own.named_parameters():
             failures.expect(close(mine[name].detach(), parameter.detach()), name, number)
+
+
+def reasons(layer: torch.nn.Module) -> list[str]:
+    """The report's, of a layer left to its framework."""
+    return [row["why"] for row in overlap_torch.report(layer) if not row["op"]]
 
 
 _megatron_sizes: dict[str, int] = {}
