@@ -29,6 +29,7 @@ from overlap_torch._ops.gradients import refuse_tangents, refuse_transforms
 from overlap_torch._ops.graphs import constant_in_graphs, outside_graphs
 from overlap_torch._ops.group import Group, group_name, place_of, reaches
 from overlap_torch._ops.nested import check_tensors
+from overlap_torch._ops.ways import note_way
 
 _WHAT = "context_parallel_attention"
 _MOST_CHUNKS = 4
@@ -234,8 +235,8 @@ def _refused_by_peers(wanted: tuple, backward: bool, problem: Problem, form: For
 @constant_in_graphs
 def _chunks(
     wanted: tuple, backward: bool, device: torch.device, reached: bool, problem: tuple, form: tuple
-) -> int:
-    """The chunks over peers, 0 for the group's collectives; a compiler takes the number as it is."""
+) -> tuple[int, str]:
+    """The chunks over peers, or 0 for the group's collectives and why; a compiler takes both as they are."""
     problem, form = Problem(*problem), Form(*form)
     transport, chunks, _ = wanted
     if transport not in (None, "peer", "nccl"):
@@ -245,21 +246,21 @@ def _chunks(
             raise ValueError(
                 f"chunks={chunks} travel over peers, but the group's collectives carry this call; give transport='peer', or leave chunks out"
             )
-        return 0
+        return 0, f"calls on {device.type}" if transport is None else "transport='nccl'"
     why = _refused_by_peers(wanted, backward, problem, form)
     if not why and not reached:
         why = f"calls on {device}: the ranks do not map each other's memory (python -m overlap_torch doctor says why)"
     if why and (transport == "peer" or chunks is not None):
         raise ValueError(f"copies between peers do not carry {why}; leave transport and chunks out")
     if why:
-        return 0
-    return choose_chunks(problem, form, backward) if chunks is None else chunks
+        return 0, why
+    return choose_chunks(problem, form, backward) if chunks is None else chunks, ""
 
 
 def chunks_over_peers(problem: Problem, form: Form, device: torch.device, group: str) -> int:
     """The chunks that peers carry of a call without options, 0 where the group's collectives do."""
     reached = device.type == "cuda" and reaches(device, group)
-    return _chunks((None, None, False), False, device, reached, problem, form)
+    return _chunks((None, None, False), False, device, reached, problem, form)[0]
 
 
 def _check_per_head(per_head: tuple, q: _Operand, built_in: bool) -> None:
@@ -381,8 +382,10 @@ def context_parallel_attention(
         return _by_callers_kernel(asked, chosen, name, q, k, v, per_head)
     given = _given(asked, chosen, name, q, k, v, per_head)
     if not is_dynamo_compiling():
-        return ops.call(_known_attention(*given), q, k, v)
-    problem, form, scale, by = _problem(*given)
+        attention, why_not_peers = _known_attention(*given)
+        note_way(_WHAT, name, why_not_peers)
+        return ops.call(attention, q, k, v)
+    problem, form, scale, (by, _) = _problem(*given)
     how = ops.arguments(problem, chosen, scale, name, by, given[-1])
     return torch.ops.overlap.context_parallel_attention(q, k, v, *how)[0]
 
@@ -405,8 +408,8 @@ def _problem(
     name: str,
     place: tuple[int, int, bool],
     backward: bool,
-) -> tuple[Problem, tuple, float, int]:
-    """The problem that all ranks know, its form, the scale, and the chunks over peers, 0 for the group's collectives.
+) -> tuple[Problem, tuple, float, tuple[int, str]]:
+    """The problem that all ranks know, its form, the scale, and the chunks over peers, or 0 for the group's collectives and why.
 
     Arguments that do not fit raise.
     """
@@ -431,15 +434,16 @@ def _problem(
 
 
 @functools.lru_cache(maxsize=256)
-def _known_attention(*given) -> Attention:
-    """The calls with these arguments. A group that has gone may have left its name, in which this rank is another, but nothing else."""
+def _known_attention(*given) -> tuple[Attention, str]:
+    """The calls with these arguments, and why peers do not carry them. A group that has gone may have left its name, in which this rank is another, but nothing else."""
     *_, kernel, name, (_, rank, _), backward = given
-    problem, form, scale, by = _problem(*given)
-    return ops.known(problem, kernel, Form(*form), scale, name, rank, by, backward)
+    problem, form, scale, (by, why) = _problem(*given)
+    return ops.known(problem, kernel, Form(*form), scale, name, rank, by, backward), why
 
 
 @outside_graphs(_COMPILED)
 def _by_callers_kernel(asked, kernel, name, q, k, v, per_head) -> torch.Tensor:
     kernel = kernel if isinstance(kernel, AttentionKernel) else _kernel_of(kernel)
-    attention = _known_attention(*_given(asked, kernel, name, q, k, v, per_head))
+    attention, why_not_peers = _known_attention(*_given(asked, kernel, name, q, k, v, per_head))
+    note_way(_WHAT, name, why_not_peers)
     return ops.call(attention, q, k, v, *per_head)

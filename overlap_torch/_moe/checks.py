@@ -14,6 +14,7 @@ from overlap_torch._ops.fakes import DTYPES
 from overlap_torch._ops.gradients import refuse_tangents, refuse_transforms
 from overlap_torch._ops.group import place_of, reaches
 from overlap_torch._ops.nested import check_tensors
+from overlap_torch._ops.ways import note_way
 
 Weights = torch.Tensor | Sequence[torch.Tensor]
 BLOCK = 128  # numbers that share an fp8 scale, of a row; of a weight as many rows of them
@@ -97,6 +98,7 @@ class Way(NamedTuple):
 
 
 def way_of(
+    what: str,
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     sum_order: str,
@@ -104,7 +106,8 @@ def way_of(
     transport: str | None,
     group: str,
 ) -> Way:
-    """Checks the options, which are the same on all ranks, and chooses what carries the rows."""
+    """Checks the options, which are the same on all ranks, and chooses what carries the rows. ``what``: the op whose report says so,
+    or empty."""
     if sum_order not in ("choices", "ranks"):
         raise ValueError(f'sum_order is "choices" or "ranks", but got {sum_order!r}')
     if transport not in (None, "peer", "nccl"):
@@ -130,7 +133,9 @@ def way_of(
         if not reaches(x.device, group):
             why = f"rows on {x.device}: the ranks do not map each other's memory (python -m overlap_torch doctor says why)"
     else:
-        why = "these rows"
+        why = f"calls on {x.device.type}" if transport is None else f"transport={transport!r}"
+    if what:
+        note_way(what, group, why)
     if why and transport == "peer":
         raise ValueError(f"peers do not carry {why}; leave transport out")
     return Way(max_tokens, max_rows, not why, ranks_first, group)

@@ -111,7 +111,7 @@ def moe_dispatch(
     if align < 1:
         raise ValueError(f"align is a number of rows, at least 1, but is {align}")
     experts = experts_of_ranks(num_experts, place_of(name)[0])
-    way = way_of(x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
+    way = way_of("moe_dispatch", x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
     tokens, ids = by_rows(x, topk_ids)
     rows, offs, counts, *routes = _ops.moe_dispatch(tokens, ids, experts, align, *way)
     return rows, Route(offs, counts, tuple(topk_ids.shape), tuple(routes), *way[3:])
@@ -282,7 +282,7 @@ def moe(
     dtype = scaled.FP8 if fp8 else x.dtype
     check_experts(x, gate_up, down, gate_up_bias, down_bias, gate, experts[rank], dtype)
 
-    way = way_of(x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
+    way = way_of("moe", x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
     form, up = gate.form(interleaved), gate_up[1] if len(gate_up) == 2 else None
     tokens, ids, shares = by_rows(x, topk_ids, topk_weights)
     given = Operands(tokens, ids, shares, gate_up[0], up, gate_up_bias, down, down_bias)

@@ -14,7 +14,10 @@ from typing import TypedDict
 import torch
 from torch.compiler import is_compiling
 
-from overlap_torch._ops import library  # noqa: F401  (the library holds the ops)
+from overlap_torch._ops import (
+    library,  # noqa: F401  (the library holds the ops)
+    ways,
+)
 from overlap_torch._symm_mem import replace
 from overlap_torch._text import first_of, table
 from overlap_torch.plan import Plan
@@ -68,8 +71,8 @@ class Report(list[ReportRow]):
     """The result of :func:`overlap_torch.report`: a list of dicts, :class:`ReportRow`; ``str()`` of it is a table.
 
     The table has one line for layers that differ only in the numbers in their paths. ``notes``: lines after the table, on
-    the replacements of :func:`overlap_torch.replace_symm_mem`, on the model's norms after
-    ``integrations.transformers.fuse_norms``, and on groups without CUDA IPC; empty if there is none of these.
+    the replacements of :func:`overlap_torch.replace_symm_mem`, on what carried calls of experts and attention, on the model's
+    norms after ``integrations.transformers.fuse_norms``, and on groups without CUDA IPC; empty if there is none of these.
     """
 
     notes: Sequence[str] = ()
@@ -79,7 +82,7 @@ class Report(list[ReportRow]):
 
     def _table(self) -> str:
         if not self:
-            return "No op of overlap_torch has been called."
+            return "No op of overlap_torch that has plans has been called."
         lines: dict[tuple[str, ...], list[str]] = {}
         for row in self:
             cells = _cells(row)
@@ -267,6 +270,7 @@ def report(model: torch.nn.Module | None = None) -> Report:
     notes = (module.__dict__.get(_NOTE, tuple) for module in modules)
     found.notes = [
         *(replace.lines() if replace.is_replaced() else ()),
+        *ways.lines(),
         *_peer_lines(found),
         *itertools.chain.from_iterable(note() for note in notes),
     ]

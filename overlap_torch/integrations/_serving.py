@@ -95,7 +95,7 @@ def why_not_captured(
         return ""  # no CUDA graph holds the call
     x = torch.empty((0, width), dtype=dtype, device=device)
     ids = torch.empty((0, choices), dtype=torch.int32, device=device)
-    if way_of(x, ids, "choices", (tokens, 1), None, group).peers:
+    if way_of("", x, ids, "choices", (tokens, 1), None, group).peers:
         return ""
     return (
         "over NCCL the host would count rows, which a CUDA graph cannot hold, and memory of peers does not carry these tokens "

@@ -275,8 +275,30 @@ def test_report_says_that_a_group_of_one_has_nothing_to_communicate(failures: Fa
     failures.equal((row["op"], row["calls"], row["why"]), ("gemm_alltoall", 1, alone))
 
 
+@pytest.mark.ranks((2, "gloo"))
+def test_report_says_what_carried_experts_and_attention(failures: Failures) -> None:
+    group = own_group()
+    x, experts = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int64)
+    weights = torch.ones(1, 16, 8), torch.ones(1, 8, 8)
+    for transport in (None, None, "nccl"):
+        overlap_torch.moe(x, experts, torch.ones(4, 1), *weights, transport=transport, group=group)
+    q = torch.ones(1, 4, 2, 8)
+    overlap_torch.context_parallel_attention(q, q, q, causal=True, group=group)
+    begin = f"group '{group.group_name}', "
+    found = [
+        line.removeprefix(begin) for line in overlap_torch.report().notes if line.startswith(begin)
+    ]
+    by = "by collectives: peers do not carry"
+    right = [
+        f"moe: 2 calls {by} calls on cpu",
+        f"moe: 1 call {by} transport='nccl'",
+        f"context_parallel_attention: 1 call {by} calls on cpu",
+    ]
+    failures.equal(found, right)
+
+
 def test_report_of_no_calls_says_so():
-    assert str(report.Report()) == "No op of overlap_torch has been called."
+    assert str(report.Report()) == "No op of overlap_torch that has plans has been called."
 
 
 @contextlib.contextmanager

@@ -1,0 +1,24 @@
+"""What carried the calls of ops that have no plan, experts' and attention's, for ``overlap_torch.report()``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.compiler import is_compiling
+
+_calls: dict[tuple[str, str, str], int] = {}
+
+
+def note_way(op: str, group: str, why_not_peers: str) -> None:
+    """Counts a call. Compiled code counts nothing. ``why_not_peers``: empty if memory that the ranks map into each other carried it."""
+    if is_compiling():
+        return
+    key = (op, group, why_not_peers)
+    _calls[key] = _calls.get(key, 0) + 1
+
+
+def lines() -> Iterator[str]:
+    """A line for each op, group and way."""
+    for (op, group, why), calls in _calls.items():
+        by = f"by collectives: peers do not carry {why}" if why else "over peers"
+        yield f"group '{group}', {op}: {calls} call{'s' if calls > 1 else ''} {by}"
