@@ -59,7 +59,7 @@ class Scaling:
 
     def product(self, x: torch.Tensor, w: torch.Tensor, xs: torch.Tensor, ws: torch.Tensor):
         """PyTorch's scaled GEMM if the device has one, else the product of dequantised operands."""
-        return torch.ops.overlap.scaled_linear(x, w, xs, ws, **self._values)
+        return torch.ops.overlap.scaled_linear(x, w, None, xs, ws, **self._values)
 
     def pytorch(self, op: str, shape: Shape, group: str) -> dict[str, Any]:
         """PyTorch's fused ops of scaled operands."""

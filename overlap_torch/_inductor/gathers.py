@@ -39,7 +39,7 @@ from overlap_torch._inductor.layouts import (
     leaves,
     regroup,
 )
-from overlap_torch._inductor.products import Gemm, check_dtype, operand_of, scaled_keywords
+from overlap_torch._inductor.products import Gemm, check_dtype, keywords_of, operand_of
 from overlap_torch._inductor.walks import Reached, Reader, Walk, unfollowed, walk_from
 
 _ops = torch.ops.overlap
@@ -124,7 +124,7 @@ def _kind(reader: Reader, scales: dict[Gemm, _ScaleGather]) -> tuple[object, ...
         return kind
     found = scales.get(gemm)
     scale = gemm.scales.left if found is None else found.shard
-    return (*kind, scale, *scaled_keywords(gemm).values())
+    return (*kind, scale, *keywords_of(gemm).values())
 
 
 def _has_gemm(collective: Node) -> bool:
@@ -342,7 +342,7 @@ def _call(
         op = _ops.allgather_gemm.scaled_weights if several else _ops.allgather_gemm.scaled
         # This rank's number is for all rows, as in the GEMM.
         keywords["shared_scale_input"] = not gemm.scales.of_rows
-        keywords |= scaled_keywords(gemm)
+        keywords |= keywords_of(gemm)
         scale = gemm.scales.left if scale is None else scale
         operands[2:2] = [scale, scales if several else scales[0]]
     results = editor.call(op, *operands, **keywords)

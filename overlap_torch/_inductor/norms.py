@@ -16,6 +16,7 @@ from overlap_torch._inductor.editing import (
     Editor,
     NotFused,
     added_to,
+    arguments,
     as_expr,
     aten,
     c10d,
@@ -129,9 +130,11 @@ def sum_of(total: Node) -> Summed | None:
         return None
     op = nodes[0]
     if op.target is _ops.gemm_allreduce.default:
-        input, weight, bias = (*op.args, None)[:3]
-        invariance = op.kwargs.get("invariance")
-        return Summed(input, weight, bias, op.kwargs["group"], tuple(nodes), invariance)
+        of_op = arguments(op)
+        if of_op["scale_input"] is not None:
+            return None
+        given = (of_op[name] for name in ("input", "weight", "bias", "group"))
+        return Summed(*given, tuple(nodes), of_op["invariance"])
     if op.target is not WAIT or op.args[0].target is not c10d.all_reduce.default:
         return None
     collective = op.args[0]

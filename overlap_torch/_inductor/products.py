@@ -155,15 +155,14 @@ def call(
     group: str,
 ) -> Node:
     """A call of ``gemm_allreduce`` or ``gemm_reducescatter``, with the GEMM's scales."""
-    op = getattr(_ops, name)
+    operands = (input.matrix, weight.matrix, bias, input.scale, weight.scale)
+    return editor.call(getattr(_ops, name).default, *operands, **keywords_of(gemm), group=group)
+
+
+def keywords_of(gemm: Gemm) -> dict[str, Any]:
+    """The keywords that say how a GEMM with scales is computed."""
     if gemm.scales is None:
-        return editor.call(op.default, input.matrix, weight.matrix, bias, group=group)
-    operands = (input.matrix, weight.matrix, input.scale, weight.scale, bias)
-    return editor.call(op.scaled, *operands, **scaled_keywords(gemm), group=group)
-
-
-def scaled_keywords(gemm: Gemm) -> dict[str, Any]:
-    """The keywords of a scaled op besides the operands."""
+        return {}
     return {
         "recipe_input": gemm.scales.recipe.value,
         "recipe_weight": gemm.scales.recipe.value,

@@ -240,7 +240,7 @@ class Fp8(Plain):
     ) -> torch.Tensor:
         x, (w,), how = self._together(input, [weight], fast_accum)
         how |= {name: recipe.value for name, recipe in how.items() if name.startswith("recipe")}
-        return torch.ops.overlap.scaled_linear(x.values, w.values, x.scale, w.scale, bias, **how)
+        return torch.ops.overlap.scaled_linear(x.values, w.values, bias, x.scale, w.scale, **how)
 
     def _reduced(
         self, input: Scaled, weight: Scaled, bias: torch.Tensor | None, fast_accum: bool

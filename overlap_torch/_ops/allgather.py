@@ -14,14 +14,10 @@ from overlap_torch._ops.group import Group, world_size
 
 Biases = Sequence[torch.Tensor | None]
 
-_op = torch.ops.overlap.allgather_gemm.default
-_op_weights = torch.ops.overlap.allgather_gemm.weights
-_op_scaled = torch.ops.overlap.allgather_gemm.scaled
-_op_scaled_weights = torch.ops.overlap.allgather_gemm.scaled_weights
-_short = eager.short_path(_op)
-_short_weights = eager.short_path(_op_weights)
-_short_scaled = eager.short_path(_op_scaled)
-_short_scaled_weights = eager.short_path(_op_scaled_weights)
+_op = eager.Op(torch.ops.overlap.allgather_gemm.default)
+_op_weights = eager.Op(torch.ops.overlap.allgather_gemm.weights)
+_op_scaled = eager.Op(torch.ops.overlap.allgather_gemm.scaled)
+_op_scaled_weights = eager.Op(torch.ops.overlap.allgather_gemm.scaled_weights)
 
 
 @torch.library.register_fake("overlap::allgather_gemm.weights")
@@ -41,8 +37,8 @@ def _fake(input, weight, bias=None, *, dim=0, group):
     return output, gathered
 
 
-register_vmap(_op)
-register_vmap(_op_weights)
+register_vmap(_op.overload)
+register_vmap(_op_weights.overload)
 
 
 @overload
@@ -162,7 +158,7 @@ def allgather_gemm(
     GEMM tiles wait for the arrival of their rows, as in Flux (arXiv 2406.06858).
     """
     scales = (scale_input, scale_weight, recipe_input, recipe_weight)
-    unscaled = scaled.no_scales("allgather_gemm", dim, *scales)
+    unscaled = scaled.given("allgather_gemm", dim, *scales) is None
     if isinstance(weight, torch.Tensor):
         if not (bias is None or isinstance(bias, torch.Tensor)):
             raise TypeError(
@@ -170,8 +166,8 @@ def allgather_gemm(
                 "give a sequence of weights with a sequence of biases"
             )
         if unscaled:
-            return eager.call(_short, _op, group, input, weight, bias, dim=dim)
-        op, short = _op_scaled, _short_scaled
+            return _op.call(group, input, weight, bias, dim)
+        op = _op_scaled
     else:
         if not isinstance(weight, Iterable):
             raise TypeError(
@@ -185,24 +181,15 @@ def allgather_gemm(
             )
         bias = list(bias or [])
         if unscaled:
-            operands = (input, weight, bias)
-            return eager.call(_short_weights, _op_weights, group, *operands, dim=dim)
+            return _op_weights.call(group, input, weight, bias, dim)
         if isinstance(scale_weight, torch.Tensor):
             raise TypeError(
                 f"allgather_gemm: for a sequence of weights (here {len(weight)}) scale_weight must be a sequence with a tensor "
                 f"for each, but it is one tensor of shape {tuple(scale_weight.shape)}; give a list"
             )
-        scale_weight = None if scale_weight is None else list(scale_weight)
-        scales = (scale_input, scale_weight, recipe_input, recipe_weight)
-        op, short = _op_scaled_weights, _short_scaled_weights
-    return scaled.call(
-        short,
-        op,
-        group,
-        (input, weight),
-        bias,
-        scales,
-        output_dtype=output_dtype,
-        use_fast_accum=use_fast_accum,
-        shared_scale_input=shared_scale_input,
-    )
+        op, scale_weight = _op_scaled_weights, list(scale_weight)
+    return op.call(
+        group, input, weight, scale_input, scale_weight, bias,
+        recipe_input and recipe_input.value, recipe_weight and recipe_weight.value, output_dtype, use_fast_accum,
+        shared_scale_input,
+    )  # fmt: skip

@@ -9,18 +9,15 @@ from overlap_torch._ops import eager, scaled
 from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group
 
-_op = torch.ops.overlap.gemm_allreduce.default
-_op_scaled = torch.ops.overlap.gemm_allreduce.scaled
-_short = eager.short_path(_op)
-_short_scaled = eager.short_path(_op_scaled)
+_op = eager.Op(torch.ops.overlap.gemm_allreduce.default)
 
 
-@scaled.register_fakes("gemm_allreduce")
-def _fake(checked, input, *operands, group, **keywords):
-    return checked(input, *operands, **keywords)(*input.shape[:-1])
+@torch.library.register_fake("overlap::gemm_allreduce")
+def _fake(input, *operands, group, **keywords):
+    return scaled.checked("gemm_allreduce", input, *operands, **keywords)(*input.shape[:-1])
 
 
-register_vmap(_op)
+register_vmap(_op.overload)
 
 
 def gemm_allreduce(
@@ -87,8 +84,7 @@ def gemm_allreduce(
     The technique: GEMM tiles signal counters that communication waits for, FlashOverlap (arXiv 2504.19519) and Flux
     (arXiv 2406.06858).
     """
-    if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
-        return eager.call(_short, _op, group, input, weight, bias, invariance=invariance)
-    scales = (scale_input, scale_weight, recipe_input, recipe_weight)
-    how = {"output_dtype": output_dtype, "use_fast_accum": use_fast_accum, "invariance": invariance}
-    return scaled.call(_short_scaled, _op_scaled, group, (input, weight), bias, scales, **how)
+    return _op.call(
+        group, input, weight, bias, scale_input, scale_weight, invariance,
+        recipe_input and recipe_input.value, recipe_weight and recipe_weight.value, output_dtype, use_fast_accum,
+    )  # fmt: skip

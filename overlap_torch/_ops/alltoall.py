@@ -11,21 +11,18 @@ from overlap_torch._ops import eager, fakes, scaled
 from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group
 
-_op = torch.ops.overlap.gemm_alltoall.default
-_op_scaled = torch.ops.overlap.gemm_alltoall.scaled
-_short = eager.short_path(_op)
-_short_scaled = eager.short_path(_op_scaled)
+_op = eager.Op(torch.ops.overlap.gemm_alltoall.default)
 
 
-@scaled.register_fakes("gemm_alltoall")
-def _fake(checked, input, weight, send_rows, recv_rows, *operands, group, **keywords):
+@torch.library.register_fake("overlap::gemm_alltoall")
+def _fake(input, weight, send_rows, recv_rows, *operands, group, **keywords):
     fakes.row_dim("gemm_alltoall", input)
-    make = checked(input, weight, *operands, **keywords)
+    make = scaled.checked("gemm_alltoall", input, weight, *operands, **keywords)
     fakes.check_counts(input, send_rows, recv_rows, group)
     return make(sum(recv_rows), *input.shape[1:-1])
 
 
-register_vmap(_op)
+register_vmap(_op.overload)
 
 
 def gemm_alltoall(
@@ -84,9 +81,7 @@ def gemm_alltoall(
             not fit, or an unknown group.
         RuntimeError: with ``OVERLAP_DEBUG=1`` also ranks that disagree about the counts.
     """
-    operands = (input, weight, send_rows, recv_rows)
-    if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
-        return eager.call(_short, _op, group, *operands, bias)
-    scales = (scale_input, scale_weight, recipe_input, recipe_weight)
-    how = {"output_dtype": output_dtype, "use_fast_accum": use_fast_accum}
-    return scaled.call(_short_scaled, _op_scaled, group, operands, bias, scales, **how)
+    return _op.call(
+        group, input, weight, send_rows, recv_rows, bias, scale_input, scale_weight,
+        recipe_input and recipe_input.value, recipe_weight and recipe_weight.value, output_dtype, use_fast_accum,
+    )  # fmt: skip

@@ -92,12 +92,12 @@ def _compose(mode: Any, op: torch._ops.OpOverload, types: Any, args: Any, kwargs
     if not any(isinstance(leaf, local) for leaf in pytree.tree_leaves(args)):
         return op(*args, **kwargs)
     name, overload = op._schema.name.partition("::")[2], op._schema.overload_name
-    if "scaled" in overload:
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.pop("scale_input", None) is not None:
         raise NotImplementedError(
             f"{name}: operands with scales cannot be LocalTensors; take operands without scales, or leave LocalTensorMode"
         )
-    names = [argument.name for argument in op._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
     if not overload:
         given.setdefault("bias", None)
     given["group_name"] = given.pop("group")

@@ -1,8 +1,8 @@
-"""The ops' short path: functions of their schemas' parameters by position.
+"""The ops' short path: functions of their schemas' arguments by position, as a tuple, and of the last one, the group's name.
 
 Each function returns None for a call that it cannot take, because of a mode, a subclass or an argument of another type.
 Such a call goes through torch.ops, which reads schema and arguments itself. A compiler must not see these functions.
-:func:`call` chooses the right path. ``recorded`` does not belong to an op: see `gradients.recorded`.
+:class:`Op` chooses the right path. ``recorded`` does not belong to an op: see `gradients.recorded`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_seen(*tensors: torch.Tensor) -> bool:
 
 
 def short_path(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The op's function of all its schema's arguments by position."""
+    """The op's function of a tuple, which is all its schema's arguments except the last, and of that."""
     if function_of is None:
         return lambda *arguments: None
     return function_of(op._schema.name, op._schema.overload_name)
@@ -48,28 +48,32 @@ def short_path(op: torch._ops.OpOverload) -> Callable[..., Any]:
 behind_calls: Callable[..., None] | None = None
 
 
-def call(
-    short: Callable[..., Any],
-    op: torch._ops.OpOverload,
-    group: Group,
-    *arguments: Any,
-    **keywords: Any,
-) -> Any:
-    """Calls ``op``, by its short path if that takes the arguments.
+class Op:
+    """An operator whose last parameter is the group. A call takes the short path if that takes the arguments."""
 
-    ``keywords``: all keyword parameters of the schema, in its order, except the group.
-    """
-    name = group if type(group) is str else group_name(group)
-    if is_dynamo_compiling():
-        return op(*arguments, **keywords, group=name)
-    results = short(*arguments, *keywords.values(), name)
-    if results is None:
-        dtensor.make_ops_known()
-        _check_types(op, (*arguments, *keywords.values()))
-        results = op(*arguments, **keywords, group=name)
-    if behind_calls is not None:
-        behind_calls(op, name, (*arguments, *keywords.values()), results)
-    return results
+    def __init__(self, overload: torch._ops.OpOverload) -> None:
+        self.overload, self.short = overload, short_path(overload)
+        arguments = overload._schema.arguments
+        self.positional = sum(not argument.kwarg_only for argument in arguments)
+        self.keywords = [argument.name for argument in arguments[self.positional :]]
+
+    def call(self, group: Group, *arguments: Any) -> Any:
+        """``arguments``: all of the schema's, in its order, except the group."""
+        name = group if type(group) is str else group_name(group)
+        if is_dynamo_compiling():
+            return self._by_torch(*arguments, name)
+        results = self.short(arguments, name)
+        if results is None:
+            dtensor.make_ops_known()
+            _check_types(self.overload, arguments)
+            results = self._by_torch(*arguments, name)
+        if behind_calls is not None:
+            behind_calls(self.overload, name, arguments, results)
+        return results
+
+    def _by_torch(self, *arguments: Any) -> Any:
+        keywords = dict(zip(self.keywords, arguments[self.positional :], strict=True))
+        return self.overload(*arguments[: self.positional], **keywords)
 
 
 def _check_types(op: torch._ops.OpOverload, values: tuple[Any, ...]) -> None:

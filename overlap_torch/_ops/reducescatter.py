@@ -9,22 +9,19 @@ from overlap_torch._ops import eager, fakes, scaled
 from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group, world_size
 
-_op = torch.ops.overlap.gemm_reducescatter.default
-_op_scaled = torch.ops.overlap.gemm_reducescatter.scaled
-_short = eager.short_path(_op)
-_short_scaled = eager.short_path(_op_scaled)
+_op = eager.Op(torch.ops.overlap.gemm_reducescatter.default)
 
 
-@scaled.register_fakes("gemm_reducescatter")
-def _fake(checked, input, *operands, dim=0, group, **keywords):
-    dim = fakes.row_dim("gemm_reducescatter", input, dim)
-    make = checked(input, *operands, **keywords)
+@torch.library.register_fake("overlap::gemm_reducescatter")
+def _fake(input, *operands, dim=0, group, **keywords):
+    place = fakes.row_dim("gemm_reducescatter", input, dim)
+    make = scaled.checked("gemm_reducescatter", input, *operands, dim=dim, **keywords)
     world = world_size(group)
-    fakes.check_divisible("gemm_reducescatter", input, dim, world)
-    return make(*fakes.with_size(input.shape[:-1], dim, input.shape[dim] // world))
+    fakes.check_divisible("gemm_reducescatter", input, place, world)
+    return make(*fakes.with_size(input.shape[:-1], place, input.shape[place] // world))
 
 
-register_vmap(_op)
+register_vmap(_op.overload)
 
 
 def gemm_reducescatter(
@@ -79,8 +76,7 @@ def gemm_reducescatter(
         ValueError: D0 is not divisible by the world size, no such ``dim``, shapes or devices do not fit, or an unknown
             ``invariance`` or group.
     """
-    scales = (scale_input, scale_weight, recipe_input, recipe_weight)
-    if scaled.no_scales("gemm_reducescatter", dim, *scales):
-        return eager.call(_short, _op, group, input, weight, bias, dim=dim, invariance=invariance)
-    how = {"output_dtype": output_dtype, "use_fast_accum": use_fast_accum, "invariance": invariance}
-    return scaled.call(_short_scaled, _op_scaled, group, (input, weight), bias, scales, **how)
+    return _op.call(
+        group, input, weight, bias, scale_input, scale_weight, dim, invariance,
+        recipe_input and recipe_input.value, recipe_weight and recipe_weight.value, output_dtype, use_fast_accum,
+    )  # fmt: skip

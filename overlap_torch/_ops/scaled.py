@@ -1,17 +1,16 @@
-"""Operands with scales (fp8): the scaled overloads' calls from Python; and fake kernels, which both overloads of an op share."""
+"""Operands with scales (fp8), and the checks of fake kernels, for operands with scales or without."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import ScalingType
 
-from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the ops)
-from overlap_torch._ops.group import Group, world_size
+from overlap_torch._ops import fakes, library  # noqa: F401  (the library holds the ops)
+from overlap_torch._ops.group import world_size
 
 # The types of scaled operands, of which one is the first, and of their results.
 OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -37,52 +36,6 @@ def scale_shapes(recipe: str, rows: int, n: int, k: int) -> tuple[tuple[int, ...
 
 def _blocks(size: int) -> int:
     return (size + BLOCK - 1) // BLOCK
-
-
-def no_scales(op: str, dim: int, *given: object) -> bool:
-    """True if neither scales nor recipes are given; scaled operands are divided in dim 0."""
-    absent = all(one is None for one in given)
-    if not absent and dim != 0:
-        raise ValueError(
-            f"{op}: with scaled operands dim must be 0, but is {dim}; move it to the front"
-        )
-    return absent
-
-
-def call(
-    short: Callable[..., Any],
-    op: torch._ops.OpOverload,
-    group: Group,
-    positional: Sequence[Any],
-    bias: Any,
-    scales: Sequence[Any],
-    **keywords: Any,
-) -> Any:
-    """Calls the scaled overload ``op``, whose short path is ``short``.
-
-    ``positional``: its arguments before the scales; ``scales``: the input's, the weight's or a list of the weights', and the
-    recipes of both; ``keywords``: its arguments after the recipes, in the schema's order.
-    """
-    scale_input, scale_weight, recipe_input, recipe_weight = scales
-    if scale_input is None or scale_weight is None:
-        missing = "scale_input" if scale_input is None else "scale_weight"
-        name = op.name().partition("::")[2].partition(".")[0]
-        raise ValueError(
-            f"{name}: {missing} is None, but scaled operands need scale_input and scale_weight, "
-            "and operands without scales take no recipes; give both scales, or none of these"
-        )
-    return eager.call(
-        short,
-        op,
-        group,
-        *positional,
-        scale_input,
-        scale_weight,
-        bias,
-        recipe_input=None if recipe_input is None else recipe_input.value,
-        recipe_weight=None if recipe_weight is None else recipe_weight.value,
-        **keywords,
-    )
 
 
 # --- fake kernels ---------------------------------------------------------------------------------------------
@@ -120,6 +73,23 @@ class _Scales(NamedTuple):
     weights: Sequence[torch.Tensor]
     recipe_input: int | None
     recipe_weight: int | None
+
+
+def given(op: str, dim: int, *found: Any) -> _Scales | None:
+    """The scales that a call has, if any, which are in the order of ``_Scales``."""
+    if all(one is None for one in found):
+        return None
+    if dim != 0:
+        raise ValueError(
+            f"{op}: with scaled operands dim must be 0, but is {dim}; move it to the front"
+        )
+    for name, one in zip(("scale_input", "scale_weight"), found, strict=False):
+        if one is None:
+            raise ValueError(
+                f"{op}: {name} is None, but scaled operands need scale_input and scale_weight, "
+                "and operands without scales take no recipes; give both scales, or none of these"
+            )
+    return _Scales(*found)
 
 
 def _recipe(op: str, input: torch.Tensor, weights: Sequence[torch.Tensor], scales: _Scales) -> str:
@@ -199,51 +169,36 @@ def _check(
     return _recipe(op, input, weights, scales)
 
 
-def _checked(
+def checked(
     op,
     input,
     weight,
-    scale_input,
-    scale_weight,
     bias=None,
+    scale_input=None,
+    scale_weight=None,
     *,
+    dim=0,
+    invariance=None,
     recipe_input=None,
     recipe_weight=None,
     output_dtype=torch.bfloat16,
-    invariance=None,
     **others,
 ):
     """Checks the operands of one weight; returns a function from the result's leading dims to the fake result."""
     fakes.check_invariance(op, invariance)
-    scales = _Scales(scale_input, [scale_weight], recipe_input, recipe_weight)
-    _check(op, input, [weight], [bias], scales, output_dtype)
+    scale_weights = None if scale_weight is None else [scale_weight]
+    scales = given(op, dim, scale_input, scale_weights, recipe_input, recipe_weight)
+    if scales is None:
+        fakes.check_operands(op, input, weight, bias)
+        output_dtype = input.dtype
+    else:
+        _check(op, input, [weight], [bias], scales, output_dtype)
     return lambda *leading: input.new_empty((*leading, weight.shape[0]), dtype=output_dtype)
-
-
-def _checked_unscaled(op, input, weight, bias=None, *, invariance=None):
-    """As ``_checked``, for operands without scales."""
-    fakes.check_operands(op, input, weight, bias)
-    fakes.check_invariance(op, invariance)
-    return lambda *leading: input.new_empty((*leading, weight.shape[0]))
-
-
-def register_fakes(op: str) -> Callable[[Callable[..., torch.Tensor]], None]:
-    """Registers the fake kernel of an op with one weight, for operands without scales and for those with them.
-
-    The decorated function takes the op's arguments behind a function that checks its operands, as ``_checked`` does.
-    """
-
-    def register(fake: Callable[..., torch.Tensor]) -> None:
-        for overload, checked in ((op, _checked_unscaled), (f"{op}.scaled", _checked)):
-            kernel = functools.partial(fake, functools.partial(checked, op))
-            torch.library.register_fake(f"overlap::{overload}", kernel)
-
-    return register
 
 
 @torch.library.register_fake("overlap::scaled_linear")
 def _fake_linear(input, *operands, **keywords):
-    return _checked("scaled_linear", input, *operands, **keywords)(*input.shape[:-1])
+    return checked("scaled_linear", input, *operands, **keywords)(*input.shape[:-1])
 
 
 @torch.library.register_fake("overlap::allgather_gemm.scaled_weights")

@@ -31,6 +31,8 @@ RECIPES = {
 }
 OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "weights", "gemm_alltoall")
 BLOCK = 128
+# The Python functions' names of the parameters of several weights.
+_SINGULAR = {"weights": "weight", "scale_weights": "scale_weight", "biases": "bias"}
 # Multiples of a quarter up to here are exact in the type.
 LIMIT = {torch.bfloat16: 2.0**6, torch.float16: 2.0**9, torch.float32: 2.0**20}
 
@@ -189,12 +191,14 @@ def invoke(
 
 @dataclass(frozen=True)
 class Overload:
-    """An op's scaled overload, its parameters by position in the order of the schema, all but the group."""
+    """An op with scaled operands, its parameters by position in the order of the schema, all but the group."""
 
     op: str  # of OPS
 
     @property
     def name(self) -> str:
+        if self.op.startswith("gemm"):
+            return self.op
         return {"weights": "allgather_gemm.scaled_weights"}.get(self.op, f"{self.op}.scaled")
 
     @property
@@ -211,18 +215,28 @@ class Overload:
     def arguments_of(self, case: Case, call: Call) -> list[Any]:
         several = slice(None) if self.op == "weights" else 0
         recipes = RECIPES[case.recipe] if case.named else (None, None)
-        return [
-            call.input,
-            call.weights[several],
-            *([call.send_rows, call.recv_rows] if self.op == "gemm_alltoall" else []),
-            call.scale_input,
-            call.scale_weights[several],
-            call.biases[several],
-            *(None if recipe is None else recipe.value for recipe in recipes),
-            case.output,
-            case.fast,
-            *([case.shared] if self.op in ("allgather_gemm", "weights") else []),
-        ]
+        recipe_input, recipe_weight = (recipe and recipe.value for recipe in recipes)
+        given = {
+            "input": call.input,
+            "weight": call.weights[several],
+            "send_rows": call.send_rows,
+            "recv_rows": call.recv_rows,
+            "bias": call.biases[several],
+            "scale_input": call.scale_input,
+            "scale_weight": call.scale_weights[several],
+            "dim": 0,
+            "invariance": None,
+            "recipe_input": recipe_input,
+            "recipe_weight": recipe_weight,
+            "output_dtype": case.output,
+            "use_fast_accum": case.fast,
+            "shared_scale_input": case.shared,
+        }
+        return [given[_SINGULAR.get(name, name)] for name in self.parameters]
+
+    @property
+    def parameters(self) -> list[str]:
+        return [one.name for one in self.operator._schema.arguments if one.name != "group"]
 
     def expected(
         self, case: Case, rank: int, world: int, device: torch.device, seed: int = 0
@@ -232,15 +246,8 @@ class Overload:
 
     def wrapper(self, *arguments: Any, group: Any = None) -> Any:
         """The public function, with arguments as above."""
-        names = [argument.name for argument in self.operator._schema.arguments]
-        keywords = dict(zip(names[: len(arguments)], arguments, strict=True))
-        for several, one in (
-            ("weights", "weight"),
-            ("scale_weights", "scale_weight"),
-            ("biases", "bias"),
-        ):
-            if several in keywords:
-                keywords[one] = keywords.pop(several)
+        names = [_SINGULAR.get(name, name) for name in self.parameters]
+        keywords = dict(zip(names, arguments, strict=True))
         for recipe in ("recipe_input", "recipe_weight"):
             if keywords[recipe] is not None:
                 keywords[recipe] = ScalingType(keywords[recipe])

@@ -30,20 +30,21 @@ SCALED_CASES = [
     scaled.Case((6,), 16, 32, output=torch.float32, bias=True, fast=True),
 ]  # fmt: skip
 
-SCALED = {overload.name: overload for overload in map(scaled.Overload, scaled.OPS)}
+SCALED = {f"scaled {op}": scaled.Overload(op) for op in scaled.OPS}
 FUNCTIONS = {**OPS, **SCALED}
 
 every_function = pytest.mark.parametrize("op", list(FUNCTIONS))
 
 
 def function_of(op: str) -> Callable[..., Any]:
-    """The function of the op's arguments and the group's name; the keywords between them, if there
-    are any, have their defaults.
-    """
+    """The function of the op's arguments and the group's name; those between them, if there are any, have their defaults."""
     function = eager.short_path(FUNCTIONS[op].operator)
-    between = [0] if getattr(FUNCTIONS[op], "takes_dim", False) else []
-    between += [None] * len(places_of(op, "invariance"))
-    return lambda *arguments: function(*arguments[:-1], *between, arguments[-1])
+    schema = FUNCTIONS[op].operator._schema.arguments[len(arguments_of(op, small_case(op))) : -1]
+    # Dtypes are numbers in a schema.
+    defaults = [
+        torch.bfloat16 if one.name == "output_dtype" else one.default_value for one in schema
+    ]
+    return lambda *given: function((*given[:-1], *defaults), given[-1])
 
 
 def arguments_of(op: str, case: Case | scaled.Case, seed: int = 0) -> list[Any]:
@@ -176,7 +177,7 @@ def integers_like(tensor: torch.Tensor) -> torch.Tensor:
 def test_eager_records_gradients(failures: Failures, op: str) -> None:
     """A call that records takes the short way, and is what torch.ops makes of it: outputs and gradients, bit for bit."""
     module = sys.modules[FUNCTIONS[op].wrapper.__module__]
-    name = "_op_weights" if op.endswith(".weights") else "_op"
+    path = module._op_weights if op.endswith(".weights") else module._op
     for seed, case in enumerate(cases_of(op)):
         arguments = arguments_of(op, case, seed)
         count = len(tensors_of(arguments))
@@ -185,7 +186,7 @@ def test_eager_records_gradients(failures: Failures, op: str) -> None:
                 with torch.autocast(rank_device().type, torch.float16, enabled=casts):
                     right = differentiate(FUNCTIONS[op].operator, arguments, which)
                     with pytest.MonkeyPatch.context() as patch:
-                        patch.setattr(module, name, Refuses())
+                        patch.setattr(path, "overload", Refuses())
                         results = differentiate(FUNCTIONS[op].wrapper, arguments, which)
                 failures.expect_equal(results, right, op, case, which, casts)
 
@@ -276,7 +277,7 @@ def test_eager_hides_no_call(failures: Failures, op: str) -> None:
     )
     kind = type(tensors_of(outputs)[0])
     failures.expect(None if kind is Subclass else f"returns a {kind}", "subclass")
-    if op in ("allgather_gemm.weights", "allgather_gemm.scaled_weights"):
+    if op.endswith("weights"):
         return  # torch.jit.trace takes no list of optional tensors
 
     def traced(input: torch.Tensor) -> torch.Tensor:
@@ -284,8 +285,7 @@ def test_eager_hides_no_call(failures: Failures, op: str) -> None:
         return tensors_of(FUNCTIONS[op].wrapper(*given, group=group))[0]
 
     trace = torch.jit.trace(traced, (arguments[0],), check_trace=False)
-    name = f"overlap::{op.partition('.')[0]}"
-    failures.holds(name, str(trace.graph), "traced")
+    failures.holds(operator._schema.name, str(trace.graph), "traced")
 
 
 @every_function
@@ -305,8 +305,8 @@ def test_eager_module_may_be_missing(failures: Failures, op: str) -> None:
         failures.expect(None if untouched else "changes outputs", "recorded")
         short = other.short_path(FUNCTIONS[op].operator)
         failures.expect(None if short(1, 2) is None else "takes a call", "short path")
-        for name in [name for name in vars(module) if name.startswith("_short")]:
-            patch.setattr(module, name, short)
+        for path in [one for one in vars(module).values() if isinstance(one, eager.Op)]:
+            patch.setattr(path, "short", short)
         outputs = tensors_of(FUNCTIONS[op].wrapper(*arguments, group=world_name()))
     failures.expect_equal(
         *(list(map(scaled.as_comparable, one)) for one in (outputs, expected)), op

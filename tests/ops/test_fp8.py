@@ -35,6 +35,14 @@ def test_fp8_ops_are_exact(failures: Failures, op: str) -> None:
         scaled.check(failures, case, op, seed)
 
 
+@every_op
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_fp8_ops_are_the_same_under_autocast(failures: Failures, op: str) -> None:
+    for seed, case in enumerate((Case((6,), 16, 32, bias=True), Case((6,), 8, 16, "tensor"))):
+        with torch.autocast(rank_device().type, torch.float16):
+            scaled.check(failures, case, op, seed)
+
+
 # --- errors ---------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +103,10 @@ def bad_calls() -> dict[str, tuple[dict, tuple[str, ...]]]:
             ("[4, 16]", "[1]"),
         ),
         "shared row scales": ({"shared_scale_input": True}, ("shared_scale_input", "TensorWise")),
+        "another dim": (
+            {"dim": 1},
+            ("with scaled operands dim must be 0, but is 1; move it to the front",),
+        ),
     }
 
 
@@ -105,6 +117,8 @@ def test_fp8_errors_say_what_is_allowed(failures: Failures) -> None:
     for op in ONE_WEIGHT:
         for name, (changes, parts) in bad_calls().items():
             if name in only_gather and op != "allgather_gemm":
+                continue
+            if name == "another dim" and op not in ("allgather_gemm", "gemm_reducescatter"):
                 continue
             if name == "two recipes" and op == "gemm_reducescatter":
                 continue  # a row for each rank: more than one

@@ -24,6 +24,7 @@
 
 #include "binding/ops/collectives.h"
 #include "binding/ops/nodes.h"
+#include "binding/ops/scales.h"
 
 namespace overlap::binding {
 namespace {
@@ -62,6 +63,7 @@ struct Call {
 };
 
 void take(Call& call, const std::string& name, const c10::IValue& value) {
+  if (value.isNone()) return;
   if (name == "input") call.input = value.toTensor();
   if (name == "weight") call.weights = {value.toTensor()};
   if (name == "weights") call.weights = value.toTensorVector();
@@ -98,22 +100,20 @@ at::Tensor weight_gradient(const at::Tensor& grad, const at::Tensor& input) {
 
 std::tuple<at::Tensor, at::Tensor> allgather_gemm(const at::Tensor& input, const at::Tensor& weight,
                                                   int64_t dim, const std::string& group) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("overlap::allgather_gemm", "")
-                             .typed<std::tuple<at::Tensor, at::Tensor>(
-                                 const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-                                 int64_t, const std::string&)>();
-  return op.call(input, weight, std::nullopt, dim, group);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("overlap::allgather_gemm", "");
+  torch::jit::Stack stack{input, weight, {}, dim, group};
+  op.callBoxed(stack);
+  return {stack[0].toTensor(), stack[1].toTensor()};
 }
 
 at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight, int64_t dim,
                               const std::string& group) {
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("overlap::gemm_reducescatter", "")
-          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, int64_t,
-                            const std::optional<std::string>&, const std::string&)>();
-  return op.call(input, weight, std::nullopt, dim, std::nullopt, group);
+      c10::Dispatcher::singleton().findSchemaOrThrow("overlap::gemm_reducescatter", "");
+  torch::jit::Stack stack{input, weight, {}, {}, {}, dim, {}, {}, {}, at::kBFloat16, false, group};
+  op.callBoxed(stack);
+  return stack[0].toTensor();
 }
 
 // The gradients of a call, by those of its outputs.
@@ -401,36 +401,51 @@ void make_ops_known() {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &nothing);
 }
 
-// Looks at the tensors among the last values of the stack.
+// Looks at the tensors among the last values of the stack, with the values' numbers.
 template <typename Look>
 void look_at_tensors(const torch::jit::Stack& stack, size_t count, Look&& look) {
+  size_t i = 0;
   for (const c10::IValue& value : torch::jit::last(stack, count)) {
     if (value.isTensor()) {
-      look(value.toTensor());
+      look(value.toTensor(), i);
     } else if (value.isTensorList()) {
-      for (const at::Tensor& each : value.toTensorVector()) look(each);
+      for (const at::Tensor& each : value.toTensorVector()) look(each, i);
     } else if (value.isOptionalTensorList()) {
       for (const OptionalTensor& each : value.toOptionalTensorVector())
-        look(each.value_or(at::Tensor()));
+        look(each.value_or(at::Tensor()), i);
     }
+    ++i;
   }
 }
 
-// True if the call is recorded.
+// True if the call is recorded. Scaled operands have no gradients.
 bool records(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  bool requires_grad = false;
+  const auto& arguments = op.schema().arguments();
+  const bool may_record = at::GradMode::is_enabled();
+  bool has_tangent = false;
   bool is_python = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python);
-  look_at_tensors(stack, op.schema().arguments().size(), [&](const at::Tensor& operand) {
+  const c10::Argument* first = nullptr;
+  look_at_tensors(stack, arguments.size(), [&](const at::Tensor& operand, size_t i) {
     if (!operand.defined()) return;
-    TORCH_CHECK_NOT_IMPLEMENTED(!operand._fw_grad(0).defined(), without_library(op.schema().name()),
-                                " has reverse-mode gradients only, but an operand has a tangent "
-                                "(forward_ad, torch.func.jvp): differentiate with backward() or "
-                                "torch.autograd.grad, or detach the operand");
-    requires_grad |= operand.requires_grad();
+    const bool tangent = operand._fw_grad(0).defined();
+    has_tangent |= tangent;
     is_python |= operand.key_set().has(c10::DispatchKey::Python);
+    if (first == nullptr && (tangent || (may_record && operand.requires_grad())))
+      first = &arguments[i];
   });
   if (is_python) make_ops_known();
-  return requires_grad && at::GradMode::is_enabled();
+  if (first == nullptr) return false;
+  const std::string name = without_library(op.schema().name());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !has_scales(op, stack), name, ": ", first->name(),
+      " requires grad, but scaled operands have no gradients here, as only who casts them knows "
+      "those of the casts; take the layers of overlap_torch.nn with fp8=\"tensorwise\" or "
+      "\"rowwise\", or overlap_torch.parallel's styles with torchao's Float8Linear, or detach it");
+  TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent, name,
+                              " has reverse-mode gradients only, but an operand has a tangent "
+                              "(forward_ad, torch.func.jvp): differentiate with backward() or "
+                              "torch.autograd.grad, or detach the operand");
+  return true;
 }
 
 void run_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -442,12 +457,11 @@ void run_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
 std::vector<at::Tensor> outputs_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   std::vector<at::Tensor> outputs;
   look_at_tensors(stack, op.schema().returns().size(),
-                  [&](const at::Tensor& output) { outputs.push_back(output); });
+                  [&](const at::Tensor& output, size_t /*i*/) { outputs.push_back(output); });
   return outputs;
 }
 
-// The autograd kernel of ops whose operands have no scales: runs the op below autograd, and records the call if an operand
-// requires grad.
+// The ops' autograd kernel: runs the op below autograd, and records the call if an operand requires grad.
 void record_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                  torch::jit::Stack* stack) {
   if (!records(op, *stack)) return run_below(op, keys, stack);
@@ -475,7 +489,8 @@ void record_collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 TORCH_LIBRARY_IMPL(overlap, Autograd, m) {
   for (const char* op : {"gemm_allreduce", "gemm_reducescatter", "allgather_gemm",
-                         "allgather_gemm.weights", "gemm_alltoall"}) {
+                         "allgather_gemm.weights", "allgather_gemm.scaled",
+                         "allgather_gemm.scaled_weights", "gemm_alltoall", "scaled_linear"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&record_call>());
   }
   m.impl("_collective", torch::CppFunction::makeFromBoxedFunction<&record_collective>());

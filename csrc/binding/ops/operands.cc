@@ -57,18 +57,18 @@ at::Tensor as_rows(const at::Tensor& input) {
 
 OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> weights,
                  std::vector<std::optional<at::Tensor>> biases, const std::string& group_name,
-                 const GivenScales* scales) {
+                 const std::optional<GivenScales>& scales) {
   const char* name = plan::name(op);
-  check_input(name, input, scales != nullptr);
+  check_input(name, input, scales.has_value());
   TORCH_CHECK_VALUE(!weights.empty(), name, ": weights must hold one tensor or more");
   TORCH_CHECK_VALUE(biases.size() == weights.size(), name, ": biases must be empty or ",
                     weights.size(), ", one for each weight, but there are ", biases.size());
-  const auto scaled_output = scales != nullptr ? std::optional(scales->output_dtype) : std::nullopt;
+  const auto scaled_output = scales ? std::optional(scales->output_dtype) : std::nullopt;
   for (size_t i = 0; i < weights.size(); ++i) {
     check_weight(name, input, weights[i], biases[i], scaled_output);
   }
   std::optional<Scales> checked;
-  if (scales != nullptr) {
+  if (scales) {
     checked = check_scales(name, input, weights, *scales);
     // GPUs' GEMMs of scaled operands take weights along K: once in a call, and not for each chunk.
     for (at::Tensor& weight : weights) {
@@ -119,7 +119,9 @@ void set_invariance(plan::Problem& problem, const char* op,
   }
 }
 
-int64_t row_dim(plan::Op op, const at::Tensor& input, int64_t dim) {
+int64_t row_dim(plan::Op op, const at::Tensor& input, int64_t dim, bool scaled) {
+  TORCH_CHECK_VALUE(!scaled || dim == 0, plan::name(op),
+                    ": with scaled operands dim must be 0, but is ", dim, "; move it to the front");
   TORCH_CHECK_VALUE(
       input.dim() >= 2, plan::name(op),
       ": input must be [D0, ..., K], because dim 0 is cut between the ranks, but got shape ",

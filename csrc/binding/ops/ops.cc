@@ -39,14 +39,21 @@ void compare_collective(const std::string& what, at::Device device, const std::s
 
 namespace {
 
+using OptionalTensor = std::optional<at::Tensor>;
+
+// The scales of one weight, as those of several are given.
+std::optional<at::TensorList> one(const OptionalTensor& scale) {
+  return scale ? std::optional<at::TensorList>(*scale) : std::nullopt;
+}
+
 // gemm_allreduce, and gemm_reducescatter along a dim.
 at::Tensor reduced(plan::Op op, const at::Tensor& input, const at::Tensor& weight,
-                   const std::optional<at::Tensor>& bias, int64_t given_dim,
+                   const OptionalTensor& bias, int64_t given_dim,
                    const std::optional<std::string>& invariance, const std::string& group_name,
-                   const GivenScales* scales) {
+                   const std::optional<GivenScales>& scales) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const bool scatters = plan::traits(op).scatters();
-  const int64_t dim = scatters ? row_dim(op, input, given_dim) : 0;
+  const int64_t dim = scatters ? row_dim(op, input, given_dim, scales.has_value()) : 0;
   OpCall call = make_call(op, input, {weight}, {bias}, group_name, scales);
   set_invariance(call.problem, plan::name(op), invariance);
   const plan::Problem& problem = call.problem;
@@ -85,9 +92,9 @@ at::Tensor in_shape_of(const at::Tensor& gathered, const OpCall& call, const at:
 }
 
 AllGatherGemmResult gather_and_compute(const at::Tensor& input, std::vector<at::Tensor> weights,
-                                       std::vector<std::optional<at::Tensor>> biases,
-                                       int64_t given_dim, const std::string& group_name,
-                                       const GivenScales* scales) {
+                                       std::vector<OptionalTensor> biases, int64_t given_dim,
+                                       const std::string& group_name,
+                                       const std::optional<GivenScales>& scales) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const int64_t dim = row_dim(plan::Op::kAllGatherGemm, input, given_dim);
   OpCall call = make_call(plan::Op::kAllGatherGemm, input, std::move(weights), std::move(biases),
@@ -113,13 +120,13 @@ AllGatherGemmResult gather_and_compute(const at::Tensor& input, std::vector<at::
   const int64_t size = input.size(dim) * problem.world_size;
   for (at::Tensor& output : result.outputs) output = as_shape_of(output, input, dim, size);
   result.gathered = as_shape_of(result.gathered, input, dim, size);
-  if (call.scales) result.scales = in_shape_of(result.scales, call, scales->input);
+  if (scales) result.scales = in_shape_of(result.scales, call, scales->input);
   return result;
 }
 
 at::Tensor exchanged(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef send_rows,
-                     at::IntArrayRef recv_rows, const std::optional<at::Tensor>& bias,
-                     const std::string& group_name, const GivenScales* scales) {
+                     at::IntArrayRef recv_rows, const OptionalTensor& bias,
+                     const std::string& group_name, const std::optional<GivenScales>& scales) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   row_dim(plan::Op::kGemmAllToAll, input);
   OpCall call = make_call(plan::Op::kGemmAllToAll, input, {weight}, {bias}, group_name, scales);
@@ -159,116 +166,90 @@ at::Tensor exchanged(const at::Tensor& input, const at::Tensor& weight, at::IntA
 }
 
 at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
-                          const std::optional<at::Tensor>& bias,
+                          const OptionalTensor& bias, const OptionalTensor& scale_input,
+                          const OptionalTensor& scale_weight,
                           const std::optional<std::string>& invariance,
+                          std::optional<int64_t> recipe_input, std::optional<int64_t> recipe_weight,
+                          at::ScalarType output_dtype, bool use_fast_accum,
                           const std::string& group_name) {
-  return reduced(plan::Op::kGemmAllReduce, input, weight, bias, 0, invariance, group_name, nullptr);
-}
-
-at::Tensor gemm_allreduce_scaled(const at::Tensor& input, const at::Tensor& weight,
-                                 const at::Tensor& scale_input, const at::Tensor& scale_weight,
-                                 const std::optional<at::Tensor>& bias,
-                                 std::optional<int64_t> recipe_input,
-                                 std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
-                                 bool use_fast_accum, const std::optional<std::string>& invariance,
-                                 const std::string& group_name) {
-  const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
-                              recipe_weight, output_dtype,   use_fast_accum};
-  return reduced(plan::Op::kGemmAllReduce, input, weight, bias, 0, invariance, group_name, &scales);
+  const auto scales = given_scales("gemm_allreduce", scale_input, one(scale_weight), recipe_input,
+                                   recipe_weight, output_dtype, use_fast_accum);
+  return reduced(plan::Op::kGemmAllReduce, input, weight, bias, 0, invariance, group_name, scales);
 }
 
 at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
-                              const std::optional<at::Tensor>& bias, int64_t dim,
+                              const OptionalTensor& bias, const OptionalTensor& scale_input,
+                              const OptionalTensor& scale_weight, int64_t dim,
                               const std::optional<std::string>& invariance,
-                              const std::string& group_name) {
+                              std::optional<int64_t> recipe_input,
+                              std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
+                              bool use_fast_accum, const std::string& group_name) {
+  const auto scales = given_scales("gemm_reducescatter", scale_input, one(scale_weight),
+                                   recipe_input, recipe_weight, output_dtype, use_fast_accum);
   return reduced(plan::Op::kGemmReduceScatter, input, weight, bias, dim, invariance, group_name,
-                 nullptr);
-}
-
-at::Tensor gemm_reducescatter_scaled(const at::Tensor& input, const at::Tensor& weight,
-                                     const at::Tensor& scale_input, const at::Tensor& scale_weight,
-                                     const std::optional<at::Tensor>& bias,
-                                     std::optional<int64_t> recipe_input,
-                                     std::optional<int64_t> recipe_weight,
-                                     at::ScalarType output_dtype, bool use_fast_accum,
-                                     const std::optional<std::string>& invariance,
-                                     const std::string& group_name) {
-  const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
-                              recipe_weight, output_dtype,   use_fast_accum};
-  return reduced(plan::Op::kGemmReduceScatter, input, weight, bias, 0, invariance, group_name,
-                 &scales);
+                 scales);
 }
 
 // As many biases as there are weights.
-std::vector<std::optional<at::Tensor>> all_biases(
-    const c10::List<std::optional<at::Tensor>>& biases, size_t weights) {
-  return biases.empty() ? std::vector<std::optional<at::Tensor>>(weights) : biases.vec();
+std::vector<OptionalTensor> all_biases(const c10::List<OptionalTensor>& biases, size_t weights) {
+  return biases.empty() ? std::vector<OptionalTensor>(weights) : biases.vec();
 }
 
 std::tuple<std::vector<at::Tensor>, at::Tensor> allgather_gemm_weights(
-    const at::Tensor& input, at::TensorList weights,
-    const c10::List<std::optional<at::Tensor>>& biases, int64_t dim,
-    const std::string& group_name) {
+    const at::Tensor& input, at::TensorList weights, const c10::List<OptionalTensor>& biases,
+    int64_t dim, const std::string& group_name) {
   AllGatherGemmResult result = gather_and_compute(
-      input, weights.vec(), all_biases(biases, weights.size()), dim, group_name, nullptr);
+      input, weights.vec(), all_biases(biases, weights.size()), dim, group_name, std::nullopt);
   return {std::move(result.outputs), std::move(result.gathered)};
 }
 
 std::tuple<std::vector<at::Tensor>, at::Tensor, at::Tensor> allgather_gemm_scaled_weights(
     const at::Tensor& input, at::TensorList weights, const at::Tensor& scale_input,
-    at::TensorList scale_weights, const c10::List<std::optional<at::Tensor>>& biases,
+    at::TensorList scale_weights, const c10::List<OptionalTensor>& biases,
     std::optional<int64_t> recipe_input, std::optional<int64_t> recipe_weight,
     at::ScalarType output_dtype, bool use_fast_accum, bool shared_scale_input,
     const std::string& group_name) {
   const GivenScales scales = {scale_input,  scale_weights.vec(), recipe_input,      recipe_weight,
                               output_dtype, use_fast_accum,      shared_scale_input};
   AllGatherGemmResult result = gather_and_compute(
-      input, weights.vec(), all_biases(biases, weights.size()), 0, group_name, &scales);
+      input, weights.vec(), all_biases(biases, weights.size()), 0, group_name, scales);
   return {std::move(result.outputs), std::move(result.gathered), std::move(result.scales)};
 }
 
 std::tuple<at::Tensor, at::Tensor> allgather_gemm(const at::Tensor& input, const at::Tensor& weight,
-                                                  const std::optional<at::Tensor>& bias,
-                                                  int64_t dim, const std::string& group_name) {
+                                                  const OptionalTensor& bias, int64_t dim,
+                                                  const std::string& group_name) {
   AllGatherGemmResult result =
-      gather_and_compute(input, {weight}, {bias}, dim, group_name, nullptr);
+      gather_and_compute(input, {weight}, {bias}, dim, group_name, std::nullopt);
   return {std::move(result.outputs.front()), std::move(result.gathered)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> allgather_gemm_scaled(
     const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale_input,
-    const at::Tensor& scale_weight, const std::optional<at::Tensor>& bias,
-    std::optional<int64_t> recipe_input, std::optional<int64_t> recipe_weight,
-    at::ScalarType output_dtype, bool use_fast_accum, bool shared_scale_input,
-    const std::string& group_name) {
+    const at::Tensor& scale_weight, const OptionalTensor& bias, std::optional<int64_t> recipe_input,
+    std::optional<int64_t> recipe_weight, at::ScalarType output_dtype, bool use_fast_accum,
+    bool shared_scale_input, const std::string& group_name) {
   const GivenScales scales = {scale_input,  {scale_weight}, recipe_input,      recipe_weight,
                               output_dtype, use_fast_accum, shared_scale_input};
-  AllGatherGemmResult result = gather_and_compute(input, {weight}, {bias}, 0, group_name, &scales);
+  AllGatherGemmResult result = gather_and_compute(input, {weight}, {bias}, 0, group_name, scales);
   return {std::move(result.outputs.front()), std::move(result.gathered), std::move(result.scales)};
 }
 
 at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
                          at::IntArrayRef send_rows, at::IntArrayRef recv_rows,
-                         const std::optional<at::Tensor>& bias, const std::string& group_name) {
-  return exchanged(input, weight, send_rows, recv_rows, bias, group_name, nullptr);
-}
-
-at::Tensor gemm_alltoall_scaled(const at::Tensor& input, const at::Tensor& weight,
-                                at::IntArrayRef send_rows, at::IntArrayRef recv_rows,
-                                const at::Tensor& scale_input, const at::Tensor& scale_weight,
-                                const std::optional<at::Tensor>& bias,
-                                std::optional<int64_t> recipe_input,
-                                std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
-                                bool use_fast_accum, const std::string& group_name) {
-  const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
-                              recipe_weight, output_dtype,   use_fast_accum};
-  return exchanged(input, weight, send_rows, recv_rows, bias, group_name, &scales);
+                         const OptionalTensor& bias, const OptionalTensor& scale_input,
+                         const OptionalTensor& scale_weight, std::optional<int64_t> recipe_input,
+                         std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
+                         bool use_fast_accum, const std::string& group_name) {
+  const auto scales = given_scales("gemm_alltoall", scale_input, one(scale_weight), recipe_input,
+                                   recipe_weight, output_dtype, use_fast_accum);
+  return exchanged(input, weight, send_rows, recv_rows, bias, group_name, scales);
 }
 
 // The local product of the layers, whose group is one rank or whose gradients need no communication.
 at::Tensor scaled_linear(const at::Tensor& input, const at::Tensor& weight,
-                         const at::Tensor& scale_input, const at::Tensor& scale_weight,
-                         const std::optional<at::Tensor>& bias, std::optional<int64_t> recipe_input,
+                         const OptionalTensor& bias, const at::Tensor& scale_input,
+                         const at::Tensor& scale_weight, std::optional<int64_t> recipe_input,
                          std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
                          bool use_fast_accum) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -284,42 +265,13 @@ at::Tensor scaled_linear(const at::Tensor& input, const at::Tensor& weight,
   return as_shape_of(product, input, 0, input.size(0));
 }
 
-// Autograd has no gradients of scaled operands, and says so.
-void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                      torch::jit::Stack* stack) {
-  const auto check = [&](const at::Tensor& tensor, const std::string& name) {
-    if (!tensor.defined()) return;
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !(at::GradMode::is_enabled() && tensor.requires_grad()) && !tensor._fw_grad(0).defined(),
-        op.schema().name().substr(op.schema().name().rfind(':') + 1), ": ", name,
-        " requires grad, but scaled operands have no gradients here, as only who casts them knows "
-        "those of the casts; take the layers of overlap_torch.nn with fp8=\"tensorwise\" or "
-        "\"rowwise\", or overlap_torch.parallel's styles with torchao's Float8Linear, or detach "
-        "it");
-  };
-  const auto& arguments = op.schema().arguments();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
-    if (value.isTensor()) {
-      check(value.toTensor(), arguments[i].name());
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) check(tensor, arguments[i].name());
-    } else if (value.isOptionalTensorList()) {
-      for (const auto& tensor : value.toOptionalTensorVector()) {
-        if (tensor) check(*tensor, arguments[i].name());
-      }
-    }
-  }
-  const at::AutoDispatchBelowAutograd below_autograd;
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
-}
-
-// Casts all tensors as F.linear does under autocast.
+// Casts all tensors as F.linear does under autocast, unless they have scales.
 template <c10::DispatchKey kKey, at::DeviceType kDevice>
 void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKeySet{kKey});
+  if (has_scales(op, *stack)) return op.callBoxed(stack);
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
-  const auto cast = [&](const std::optional<at::Tensor>& tensor) {
+  const auto cast = [&](const OptionalTensor& tensor) {
     return at::autocast::cached_cast(dtype, tensor, kDevice);
   };
   const size_t arguments = op.schema().arguments().size();
@@ -332,7 +284,7 @@ void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       for (at::Tensor& tensor : list) tensor = *cast(tensor);
       argument = std::move(list);
     } else if (argument.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
+      c10::List<OptionalTensor> list;
       for (const auto& tensor : argument.toOptionalTensorVector()) list.push_back(cast(tensor));
       argument = list;
     }
@@ -346,39 +298,38 @@ TORCH_LIBRARY(overlap, m) {
   const auto def = [&](const std::string& schema) {
     m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
   };
-  def("gemm_allreduce(Tensor input, Tensor weight, Tensor? bias=None, *, str? invariance=None, str "
-      "group) -> Tensor");
-  def("gemm_reducescatter(Tensor input, Tensor weight, Tensor? bias=None, *, int dim=0, str? "
-      "invariance=None, str group) -> Tensor");
+  // Scales are of fp8 operands, which alone have the keywords of `how`; recipes as torch.nn.functional.ScalingType
+  // numbers them.
+  const std::string operands =
+      "Tensor? bias=None, Tensor? scale_input=None, Tensor? scale_weight=None, *, ";
+  const std::string how =
+      "int? recipe_input=None, int? recipe_weight=None, ScalarType output_dtype=bfloat16, bool "
+      "use_fast_accum=False";
+  def("gemm_allreduce(Tensor input, Tensor weight, " + operands + "str? invariance=None, " + how +
+      ", str group) -> Tensor");
+  def("gemm_reducescatter(Tensor input, Tensor weight, " + operands +
+      "int dim=0, str? invariance=None, " + how + ", str group) -> Tensor");
   def("allgather_gemm(Tensor input, Tensor weight, Tensor? bias=None, *, int dim=0, str group) -> "
       "(Tensor, Tensor)");
   def("allgather_gemm.weights(Tensor input, Tensor[] weights, Tensor?[] biases, *, int dim=0, str "
       "group) -> (Tensor[], Tensor)");
-  def("gemm_alltoall(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, Tensor? "
-      "bias=None, *, str group) -> Tensor");
+  def("allgather_gemm.scaled(Tensor input, Tensor weight, Tensor scale_input, Tensor scale_weight, "
+      "Tensor? bias=None, *, " +
+      how + ", bool shared_scale_input=False, str group) -> (Tensor, Tensor, Tensor)");
+  def("allgather_gemm.scaled_weights(Tensor input, Tensor[] weights, Tensor scale_input, Tensor[] "
+      "scale_weights, Tensor?[] biases, *, " +
+      how + ", bool shared_scale_input=False, str group) -> (Tensor[], Tensor, Tensor)");
+  def("gemm_alltoall(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, " +
+      operands + how + ", str group) -> Tensor");
+  def("scaled_linear(Tensor input, Tensor weight, Tensor? bias, Tensor scale_input, Tensor "
+      "scale_weight, *, " +
+      how + ") -> Tensor");
   // On CPU by PyTorch's operators, in Python. Without a weight the input is what is added up. Results: the norm or its cast, the sum, the cast's
   // scales, and the norm that was cast.
   def("allreduce_rmsnorm(Tensor input, Tensor? weight, Tensor? residual, Tensor norm_weight, "
       "Tensor? bias=None, Tensor? scale=None, *, float eps=1e-6, float gain_offset=0.0, bool "
       "round_before_gain=False, str? quantize=None, bool return_norm=False, str? invariance=None, "
       "str group) -> Tensor[]");
-  // Scaled operands: recipes as torch.nn.functional.ScalingType numbers them.
-  const std::string how =
-      "*, int? recipe_input=None, int? recipe_weight=None, ScalarType output_dtype=bfloat16, bool "
-      "use_fast_accum=False";
-  const std::string scales = "Tensor scale_input, Tensor scale_weight, Tensor? bias=None, " + how;
-  def("gemm_allreduce.scaled(Tensor input, Tensor weight, " + scales +
-      ", str? invariance=None, str group) -> Tensor");
-  def("gemm_reducescatter.scaled(Tensor input, Tensor weight, " + scales +
-      ", str? invariance=None, str group) -> Tensor");
-  def("allgather_gemm.scaled(Tensor input, Tensor weight, " + scales +
-      ", bool shared_scale_input=False, str group) -> (Tensor, Tensor, Tensor)");
-  def("allgather_gemm.scaled_weights(Tensor input, Tensor[] weights, Tensor scale_input, Tensor[] "
-      "scale_weights, Tensor?[] biases, " +
-      how + ", bool shared_scale_input=False, str group) -> (Tensor[], Tensor, Tensor)");
-  def("gemm_alltoall.scaled(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, " +
-      scales + ", str group) -> Tensor");
-  def("scaled_linear(Tensor input, Tensor weight, " + scales + ") -> Tensor");
 }
 
 // Ops of this package's own use.
@@ -410,11 +361,8 @@ void implement(torch::Library& m) {
   m.impl("allgather_gemm", &allgather_gemm);
   m.impl("allgather_gemm.weights", &allgather_gemm_weights);
   m.impl("gemm_alltoall", &gemm_alltoall);
-  m.impl("gemm_allreduce.scaled", &gemm_allreduce_scaled);
-  m.impl("gemm_reducescatter.scaled", &gemm_reducescatter_scaled);
   m.impl("allgather_gemm.scaled", &allgather_gemm_scaled);
   m.impl("allgather_gemm.scaled_weights", &allgather_gemm_scaled_weights);
-  m.impl("gemm_alltoall.scaled", &gemm_alltoall_scaled);
   m.impl("scaled_linear", &scaled_linear);
 }
 
@@ -423,13 +371,6 @@ TORCH_LIBRARY_IMPL(overlap, CPU, m) {
 }
 TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
   implement(m);
-}
-TORCH_LIBRARY_IMPL(overlap, Autograd, m) {
-  for (const char* op :
-       {"gemm_allreduce.scaled", "gemm_reducescatter.scaled", "allgather_gemm.scaled",
-        "allgather_gemm.scaled_weights", "gemm_alltoall.scaled", "scaled_linear"}) {
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_gradients>());
-  }
 }
 TORCH_LIBRARY_IMPL(overlap, AutocastCPU, m) {
   implement_autocast<c10::DispatchKey::AutocastCPU, at::kCPU>(m);

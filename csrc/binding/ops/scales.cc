@@ -1,5 +1,7 @@
 #include "binding/ops/scales.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <c10/util/StringUtil.h>
 #include <c10/util/accumulate.h>
 
@@ -191,6 +193,26 @@ at::Tensor dequantised_product(const Scales& scales, const at::Tensor& input,
 }
 
 }  // namespace
+
+std::optional<GivenScales> given_scales(const char* op, const std::optional<at::Tensor>& input,
+                                        std::optional<at::TensorList> weights,
+                                        std::optional<int64_t> recipe_input,
+                                        std::optional<int64_t> recipe_weight,
+                                        at::ScalarType output_dtype, bool use_fast_accum,
+                                        bool shared_input) {
+  if (!input && !weights && !recipe_input && !recipe_weight) return std::nullopt;
+  TORCH_CHECK_VALUE(input && weights, op, ": ", input ? "scale_weight" : "scale_input",
+                    " is None, but scaled operands need scale_input and scale_weight, and operands "
+                    "without scales take no recipes; give both scales, or none of these");
+  return GivenScales{*input,       weights->vec(), recipe_input, recipe_weight,
+                     output_dtype, use_fast_accum, shared_input};
+}
+
+bool has_scales(const c10::OperatorHandle& op, const std::vector<c10::IValue>& stack) {
+  const auto place = op.schema().argumentIndexWithName("scale_input");
+  const size_t arguments = op.schema().arguments().size();
+  return place && !torch::jit::peek(stack, static_cast<size_t>(*place), arguments).isNone();
+}
 
 int64_t scaling_type_of_input(Recipe recipe) {
   return std::ranges::find(kRecipes, recipe, &Types::recipe)->input;

@@ -8,6 +8,10 @@
 
 #include "plan/plan.h"
 
+namespace c10 {
+class OperatorHandle;
+}
+
 namespace overlap::binding {
 
 // A caller gives these beside the operands; recipes are numbered as in
@@ -21,6 +25,17 @@ struct GivenScales {
   bool use_fast_accum = false;
   bool shared_input = false;  // allgather_gemm, tensor-wise: all ranks have the same input scale
 };
+
+// The scales of a call; none if it has neither scales nor recipes. Throws ValueError if either scale is missing.
+std::optional<GivenScales> given_scales(const char* op, const std::optional<at::Tensor>& input,
+                                        std::optional<at::TensorList> weights,
+                                        std::optional<int64_t> recipe_input,
+                                        std::optional<int64_t> recipe_weight,
+                                        at::ScalarType output_dtype, bool use_fast_accum,
+                                        bool shared_input = false);
+
+// True if a call of an operator, whose arguments are on the stack, has scales.
+bool has_scales(const c10::OperatorHandle& op, const std::vector<c10::IValue>& stack);
 
 // The same, checked: contiguous float32 matrices, [1, 1] where one number scales all.
 struct Scales {

@@ -1,5 +1,5 @@
 // `_eager`: the ops' short path from Python. torch.ops matches names and defaults at every call, while a single call's GPU
-// waits for its GEMM. A function here takes all of a schema's arguments by position.
+// waits for its GEMM. A function here takes all of a schema's arguments by position: a tuple, and the last one.
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -161,12 +161,17 @@ constexpr const char* kOp = "overlap_torch._eager.Op";
 PyObject* call(PyObject* self, PyObject* const* objects, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   const auto& op = *static_cast<const Op*>(PyCapsule_GetPointer(self, kOp));
-  if (count != static_cast<Py_ssize_t>(op.arguments.size()) || is_observed()) Py_RETURN_NONE;
+  const size_t last = op.arguments.size() - 1;
+  const bool fits = count == 2 && PyTuple_Check(objects[0]) &&
+                    PyTuple_GET_SIZE(objects[0]) == static_cast<Py_ssize_t>(last);
+  if (!fits || is_observed()) Py_RETURN_NONE;
   torch::jit::Stack stack;
   stack.reserve(op.arguments.size());
-  for (const Push push : op.arguments) {
-    if (!push(*objects++, stack)) Py_RETURN_NONE;
+  for (size_t i = 0; i < last; ++i) {
+    PyObject* object = PyTuple_GET_ITEM(objects[0], static_cast<Py_ssize_t>(i));
+    if (!op.arguments[i](object, stack)) Py_RETURN_NONE;
   }
+  if (!op.arguments[last](objects[1], stack)) Py_RETURN_NONE;
   {
     const py::gil_scoped_release no_gil;
     op.handle.callBoxed(&stack);
