@@ -1,4 +1,4 @@
-"""What carried the calls of ops that have no plan, experts' and attention's, for ``overlap_torch.report()``."""
+"""Counts of the calls of ops without plans, experts' and attention's, by what carried them, for ``overlap_torch.report()``."""
 
 from __future__ import annotations
 

@@ -107,6 +107,7 @@ std::string reorder_of(const char* verb, const ReorderParams& p) {
 
 std::string count_of(const WaitParams& p) {
   record().expect_deadline(p.deadline_ns, p.report);
+  if (record().before_wait) record().before_wait(p.chunk);
   const bool at_once = p.expected == std::numeric_limits<int32_t>::min();
   return show("wait", p.counter, at_once ? "marks" : cat("= ", p.expected), "chunk", p.chunk);
 }

@@ -16,7 +16,7 @@ from overlap_torch.plan.templates import (
     packed,
     row_panels,
 )
-from overlap_torch.plan.types import Resources, Transport
+from overlap_torch.plan.types import Kernel, Resources, Transport
 
 PLACES = [(2, 0), (2, 1), (4, 1), (8, 7)]  # ranks and one of them
 ROWS = 4096  # of each rank's part, or of an all-reduce
@@ -55,7 +55,7 @@ def case(
     calls: tuple[Call, ...],
     peers: bool = True,  # the ranks map each other's memory
     prepared: bool = False,  # all plans, before the first call
-    failed: int = 0,  # before the first call: 1: a wait's deadline has passed, 2: NCCL has met an error
+    failed: int = 0,  # before the first call: 1: a wait's deadline has passed, 2: NCCL has met an error; 3: the first in the call
     hidden: int = 0,  # calls of which no text is kept, the first ones
     refused: int = 0,  # calls that must throw before anything is enqueued, the first ones
     library_gemms: int = -1,  # of the first call; the one after them throws, as where memory is short
@@ -175,6 +175,9 @@ def cases_of(call: Call) -> Iterator[tuple[str, tuple[Call, ...], dict[str, obje
     for failed in (1, 2):
         yield f"failure {failed}", (call, captured), {"failed": failed, "refused": 2}
     chunk = call.plan.chunks[0]
+    counts = call.plan.kernel != Kernel.LIBRARY and not call.plan.problem.traits.gathers
+    if chunk.transport == Transport.NCCL and counts and len(call.plan.chunks) > 1:
+        yield "failure 3", (call,), {"failed": 3, "refused": 1}
     if chunk.transport == Transport.PEER:
         yield "no peers", (call,), {"peers": False, "refused": 1}
     elif chunk.max_ctas > 0:  # else its communicator is the one that every group has

@@ -188,8 +188,17 @@ void run_case() {
   for (const Call& call : all) {
     if (prepared) group.prepare(call.plan);
   }
-  if (failed == 1) group.report()->failure = kernels::pack({.chunk = 0, .peer = 0, .expected = 1});
+  const uint64_t late = kernels::pack({.chunk = 0, .peer = 0, .expected = 1});
+  if (failed == 1) group.report()->failure = late;
   to.nccl_failed = failed == 2;
+  if (failed == 3) {
+    to.before_wait = [&](int32_t chunk) {
+      if (chunk != 1) return;
+      group.report()->failure = late;
+      (void)group.watch();
+      group.abort_communicators();
+    };
+  }
   for (int i = 0; const Call& call : all) {
     const cudaStream_t stream = callers[call.other_stream];
     if (i == hidden) to.hide();
@@ -204,7 +213,9 @@ void run_case() {
     }
     if (thrown.empty() == (i < refused))
       to.violation("refused or not, against the case: " + thrown);
-    to.end_call(stream, !thrown.empty());
+    if (failed == 3 && thrown.find("group 'recorded', rank ") == std::string::npos)
+      to.violation("a call on aborted communicators does not say why: " + thrown);
+    to.end_call(stream, !thrown.empty() && failed != 3);
     ++i;
   }
 }

@@ -9,6 +9,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <sstream>
 #include <string>
@@ -213,6 +214,7 @@ class Record {
   int library_gemms = -1;    // that may still be enqueued before one throws; -1: all
   int chunk = -1;            // that operations are named after
   const overlap::kernels::WaitReport* report = nullptr;  // the group's
+  std::function<void(int32_t)> before_wait;              // for a chunk's tiles
   std::vector<uint8_t> brought;  // by the host to the device, and not taken back
 
  private:
