@@ -86,5 +86,5 @@ def gemm_allreduce(
     """
     return _op.call(
         group, input, weight, bias, scale_input, scale_weight, invariance,
-        recipe_input and recipe_input.value, recipe_weight and recipe_weight.value, output_dtype, use_fast_accum,
+        *scaled.numbers(recipe_input, recipe_weight, None if scale_input is None else output_dtype), use_fast_accum,
     )  # fmt: skip

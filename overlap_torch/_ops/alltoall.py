@@ -83,5 +83,5 @@ def gemm_alltoall(
     """
     return _op.call(
         group, input, weight, send_rows, recv_rows, bias, scale_input, scale_weight,
-        recipe_input and recipe_input.value, recipe_weight and recipe_weight.value, output_dtype, use_fast_accum,
+        *scaled.numbers(recipe_input, recipe_weight, None if scale_input is None else output_dtype), use_fast_accum,
     )  # fmt: skip

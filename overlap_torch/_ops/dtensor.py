@@ -85,6 +85,10 @@ def _refuse(cls: type, op: torch._ops.OpOverload, types: Any, args: Any, kwargs:
     )
 
 
+_OF_SCALES = ("scale_input", "scale_weight", "scale_weights", "recipe_input", "recipe_weight")
+_OF_SCALED = ("output_dtype", "use_fast_accum", "shared_scale_input")
+
+
 def _compose(mode: Any, op: torch._ops.OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
     """The composition, because LocalTensorMode does its collectives for all ranks. The op would run once for each rank,
     alone."""
@@ -94,10 +98,12 @@ def _compose(mode: Any, op: torch._ops.OpOverload, types: Any, args: Any, kwargs
     name, overload = op._schema.name.partition("::")[2], op._schema.overload_name
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if given.pop("scale_input", None) is not None:
+    if any([given.pop(key, None) is not None for key in _OF_SCALES]):
         raise NotImplementedError(
             f"{name}: operands with scales cannot be LocalTensors; take operands without scales, or leave LocalTensorMode"
         )
+    for key in _OF_SCALED:  # without meaning for other operands
+        given.pop(key, None)
     if not overload:
         given.setdefault("bias", None)
     given["group_name"] = given.pop("group")

@@ -78,5 +78,5 @@ def gemm_reducescatter(
     """
     return _op.call(
         group, input, weight, bias, scale_input, scale_weight, dim, invariance,
-        recipe_input and recipe_input.value, recipe_weight and recipe_weight.value, output_dtype, use_fast_accum,
+        *scaled.numbers(recipe_input, recipe_weight, None if scale_input is None else output_dtype), use_fast_accum,
     )  # fmt: skip

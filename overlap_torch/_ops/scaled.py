@@ -34,6 +34,29 @@ def scale_shapes(recipe: str, rows: int, n: int, k: int) -> tuple[tuple[int, ...
     }[recipe]
 
 
+def numbers(
+    recipe_input: ScalingType | None,
+    recipe_weight: ScalingType | None,
+    output_dtype: torch.dtype | None,
+) -> tuple[Any, ...]:
+    """The arguments as schemas have them."""
+    return _number(recipe_input), _number(recipe_weight), output_dtype
+
+
+def _number(recipe: ScalingType | None) -> int | None:
+    if recipe is None:
+        return None
+    if not isinstance(recipe, ScalingType):
+        raise TypeError(
+            f"a recipe is a torch.nn.functional.ScalingType or None, but got {recipe!r}"
+        )
+    return recipe.value
+
+
+# Dtypes are numbers in a schema, c10::ScalarType's.
+_DTYPES = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16, None: torch.bfloat16}
+
+
 def _blocks(size: int) -> int:
     return (size + BLOCK - 1) // BLOCK
 
@@ -181,7 +204,7 @@ def checked(
     invariance=None,
     recipe_input=None,
     recipe_weight=None,
-    output_dtype=torch.bfloat16,
+    output_dtype=None,
     **others,
 ):
     """Checks the operands of one weight; returns a function from the result's leading dims to the fake result."""
@@ -192,6 +215,7 @@ def checked(
         fakes.check_operands(op, input, weight, bias)
         output_dtype = input.dtype
     else:
+        output_dtype = _DTYPES.get(output_dtype, output_dtype)
         _check(op, input, [weight], [bias], scales, output_dtype)
     return lambda *leading: input.new_empty((*leading, weight.shape[0]), dtype=output_dtype)
 
@@ -211,7 +235,7 @@ def _fake_allgather_weights(
     *,
     recipe_input=None,
     recipe_weight=None,
-    output_dtype=torch.bfloat16,
+    output_dtype=None,
     use_fast_accum=False,
     shared_scale_input=False,
     group,
@@ -221,6 +245,7 @@ def _fake_allgather_weights(
     fakes.check_number_of_biases(op, weights, biases)
     biases = list(biases) or [None] * len(weights)
     scales = _Scales(scale_input, scale_weights, recipe_input, recipe_weight)
+    output_dtype = _DTYPES.get(output_dtype, output_dtype)
     recipe = _check(op, input, weights, biases, scales, output_dtype)
     torch._check_value(
         recipe == "tensor" or not shared_scale_input,

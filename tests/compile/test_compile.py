@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -225,3 +226,18 @@ def test_compile_takes_autocast(failures: Failures, op: str) -> None:
     outputs = tensors_of(torch.compile(function, fullgraph=True, backend="aot_eager")(*arguments))
     expected = OPS[op].expected(case, *place())
     failures.expect_equal(outputs, expected, op, case)
+
+
+@pytest.mark.parametrize("op", [name for name in OPS if "." not in name])
+@pytest.mark.ranks((1, "gloo"), (2, "nccl"), long=[(2, "gloo")])
+def test_compile_writes_calls_in_cpp(failures: Failures, op: str) -> None:
+    """Inductor's C++ wrapper, which takes fewer types of arguments than Python's. A list as a result it does not take."""
+    case = Case((6,), 5, 7, bias=True)
+    arguments = OPS[op].arguments(case, *place(), 0)
+    keywords = {**OPS[op].keywords(case), "group": world_name()}
+    function = of_tensors(partial(OPS[op].operator, **keywords), arguments)
+    expected = flat(function(*tensors_of(arguments)))
+    with torch._inductor.config.patch(cpp_wrapper=True, force_disable_caches=True), torch.no_grad():
+        found = flat(torch.compile(function)(*tensors_of(arguments)))
+    for mine, right in zip(found, expected, strict=True):
+        failures.equal(difference(mine, right), None, op)

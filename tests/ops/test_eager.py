@@ -40,10 +40,7 @@ def function_of(op: str) -> Callable[..., Any]:
     """The function of the op's arguments and the group's name; those between them, if there are any, have their defaults."""
     function = eager.short_path(FUNCTIONS[op].operator)
     schema = FUNCTIONS[op].operator._schema.arguments[len(arguments_of(op, small_case(op))) : -1]
-    # Dtypes are numbers in a schema.
-    defaults = [
-        torch.bfloat16 if one.name == "output_dtype" else one.default_value for one in schema
-    ]
+    defaults = [one.default_value for one in schema]
     return lambda *given: function((*given[:-1], *defaults), given[-1])
 
 
@@ -251,7 +248,7 @@ def wrong_values() -> dict[str, list[Any]]:
     flags = [0, 1, None, "True"]
     return {
         "send_rows": counts, "recv_rows": counts, "recipe_input": recipes, "recipe_weight": recipes,
-        "output_dtype": ["bfloat16", 15, None, float], "use_fast_accum": flags, "shared_scale_input": flags,
+        "output_dtype": ["bfloat16", float], "use_fast_accum": flags, "shared_scale_input": flags,
     }  # fmt: skip
 
 

@@ -111,7 +111,7 @@ at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
                               const std::string& group) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("overlap::gemm_reducescatter", "");
-  torch::jit::Stack stack{input, weight, {}, {}, {}, dim, {}, {}, {}, at::kBFloat16, false, group};
+  torch::jit::Stack stack{input, weight, {}, {}, {}, dim, {}, {}, {}, {}, false, group};
   op.callBoxed(stack);
   return stack[0].toTensor();
 }

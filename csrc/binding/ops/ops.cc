@@ -170,7 +170,7 @@ at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
                           const OptionalTensor& scale_weight,
                           const std::optional<std::string>& invariance,
                           std::optional<int64_t> recipe_input, std::optional<int64_t> recipe_weight,
-                          at::ScalarType output_dtype, bool use_fast_accum,
+                          std::optional<int64_t> output_dtype, bool use_fast_accum,
                           const std::string& group_name) {
   const auto scales = given_scales("gemm_allreduce", scale_input, one(scale_weight), recipe_input,
                                    recipe_weight, output_dtype, use_fast_accum);
@@ -182,8 +182,9 @@ at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
                               const OptionalTensor& scale_weight, int64_t dim,
                               const std::optional<std::string>& invariance,
                               std::optional<int64_t> recipe_input,
-                              std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
-                              bool use_fast_accum, const std::string& group_name) {
+                              std::optional<int64_t> recipe_weight,
+                              std::optional<int64_t> output_dtype, bool use_fast_accum,
+                              const std::string& group_name) {
   const auto scales = given_scales("gemm_reducescatter", scale_input, one(scale_weight),
                                    recipe_input, recipe_weight, output_dtype, use_fast_accum);
   return reduced(plan::Op::kGemmReduceScatter, input, weight, bias, dim, invariance, group_name,
@@ -207,10 +208,11 @@ std::tuple<std::vector<at::Tensor>, at::Tensor, at::Tensor> allgather_gemm_scale
     const at::Tensor& input, at::TensorList weights, const at::Tensor& scale_input,
     at::TensorList scale_weights, const c10::List<OptionalTensor>& biases,
     std::optional<int64_t> recipe_input, std::optional<int64_t> recipe_weight,
-    at::ScalarType output_dtype, bool use_fast_accum, bool shared_scale_input,
+    std::optional<int64_t> output_dtype, bool use_fast_accum, bool shared_scale_input,
     const std::string& group_name) {
-  const GivenScales scales = {scale_input,  scale_weights.vec(), recipe_input,      recipe_weight,
-                              output_dtype, use_fast_accum,      shared_scale_input};
+  const GivenScales scales = {scale_input,       scale_weights.vec(),       recipe_input,
+                              recipe_weight,     output_type(output_dtype), use_fast_accum,
+                              shared_scale_input};
   AllGatherGemmResult result = gather_and_compute(
       input, weights.vec(), all_biases(biases, weights.size()), 0, group_name, scales);
   return {std::move(result.outputs), std::move(result.gathered), std::move(result.scales)};
@@ -227,10 +229,11 @@ std::tuple<at::Tensor, at::Tensor> allgather_gemm(const at::Tensor& input, const
 std::tuple<at::Tensor, at::Tensor, at::Tensor> allgather_gemm_scaled(
     const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale_input,
     const at::Tensor& scale_weight, const OptionalTensor& bias, std::optional<int64_t> recipe_input,
-    std::optional<int64_t> recipe_weight, at::ScalarType output_dtype, bool use_fast_accum,
+    std::optional<int64_t> recipe_weight, std::optional<int64_t> output_dtype, bool use_fast_accum,
     bool shared_scale_input, const std::string& group_name) {
-  const GivenScales scales = {scale_input,  {scale_weight}, recipe_input,      recipe_weight,
-                              output_dtype, use_fast_accum, shared_scale_input};
+  const GivenScales scales = {
+      scale_input,    {scale_weight},    recipe_input, recipe_weight, output_type(output_dtype),
+      use_fast_accum, shared_scale_input};
   AllGatherGemmResult result = gather_and_compute(input, {weight}, {bias}, 0, group_name, scales);
   return {std::move(result.outputs.front()), std::move(result.gathered), std::move(result.scales)};
 }
@@ -239,7 +242,7 @@ at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
                          at::IntArrayRef send_rows, at::IntArrayRef recv_rows,
                          const OptionalTensor& bias, const OptionalTensor& scale_input,
                          const OptionalTensor& scale_weight, std::optional<int64_t> recipe_input,
-                         std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
+                         std::optional<int64_t> recipe_weight, std::optional<int64_t> output_dtype,
                          bool use_fast_accum, const std::string& group_name) {
   const auto scales = given_scales("gemm_alltoall", scale_input, one(scale_weight), recipe_input,
                                    recipe_weight, output_dtype, use_fast_accum);
@@ -250,15 +253,19 @@ at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
 at::Tensor scaled_linear(const at::Tensor& input, const at::Tensor& weight,
                          const OptionalTensor& bias, const at::Tensor& scale_input,
                          const at::Tensor& scale_weight, std::optional<int64_t> recipe_input,
-                         std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
+                         std::optional<int64_t> recipe_weight, std::optional<int64_t> output_dtype,
                          bool use_fast_accum) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   TORCH_CHECK_VALUE(input.dim() >= 1 && weight.dim() == 2 && input.size(-1) == weight.size(1),
                     "scaled_linear: input must be [..., K] and weight [N, K], but got shapes ",
                     input.sizes(), " and ", weight.sizes());
-  const Scales scales = check_scales(
-      "scaled_linear", input, {weight},
-      {scale_input, {scale_weight}, recipe_input, recipe_weight, output_dtype, use_fast_accum});
+  const Scales scales = check_scales("scaled_linear", input, {weight},
+                                     {scale_input,
+                                      {scale_weight},
+                                      recipe_input,
+                                      recipe_weight,
+                                      output_type(output_dtype),
+                                      use_fast_accum});
   const int64_t rows = c10::multiply_integers(input.sizes().slice(0, input.dim() - 1));
   const at::Tensor product =
       scaled_product(scales, 0, input.reshape({rows, input.size(-1)}), scales.input, weight, bias);
@@ -298,12 +305,12 @@ TORCH_LIBRARY(overlap, m) {
   const auto def = [&](const std::string& schema) {
     m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
   };
-  // Scales are of fp8 operands, which alone have the keywords of `how`; recipes as torch.nn.functional.ScalingType
-  // numbers them.
+  // Scales are of fp8 operands, which alone have the keywords of `how`. Recipes are numbered as torch.nn.functional.ScalingType,
+  // and dtypes as c10::ScalarType: AOTInductor takes no ScalarType of a custom op. Lists of optional scales it would not take.
   const std::string operands =
       "Tensor? bias=None, Tensor? scale_input=None, Tensor? scale_weight=None, *, ";
   const std::string how =
-      "int? recipe_input=None, int? recipe_weight=None, ScalarType output_dtype=bfloat16, bool "
+      "int? recipe_input=None, int? recipe_weight=None, int? output_dtype=None, bool "
       "use_fast_accum=False";
   def("gemm_allreduce(Tensor input, Tensor weight, " + operands + "str? invariance=None, " + how +
       ", str group) -> Tensor");

@@ -198,14 +198,19 @@ std::optional<GivenScales> given_scales(const char* op, const std::optional<at::
                                         std::optional<at::TensorList> weights,
                                         std::optional<int64_t> recipe_input,
                                         std::optional<int64_t> recipe_weight,
-                                        at::ScalarType output_dtype, bool use_fast_accum,
+                                        std::optional<int64_t> output_dtype, bool use_fast_accum,
                                         bool shared_input) {
   if (!input && !weights && !recipe_input && !recipe_weight) return std::nullopt;
   TORCH_CHECK_VALUE(input && weights, op, ": ", input ? "scale_weight" : "scale_input",
                     " is None, but scaled operands need scale_input and scale_weight, and operands "
                     "without scales take no recipes; give both scales, or none of these");
-  return GivenScales{*input,       weights->vec(), recipe_input, recipe_weight,
-                     output_dtype, use_fast_accum, shared_input};
+  return GivenScales{
+      *input,         weights->vec(), recipe_input, recipe_weight, output_type(output_dtype),
+      use_fast_accum, shared_input};
+}
+
+at::ScalarType output_type(std::optional<int64_t> number) {
+  return number ? static_cast<at::ScalarType>(*number) : at::kBFloat16;
 }
 
 bool has_scales(const c10::OperatorHandle& op, const std::vector<c10::IValue>& stack) {

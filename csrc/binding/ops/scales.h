@@ -31,8 +31,11 @@ std::optional<GivenScales> given_scales(const char* op, const std::optional<at::
                                         std::optional<at::TensorList> weights,
                                         std::optional<int64_t> recipe_input,
                                         std::optional<int64_t> recipe_weight,
-                                        at::ScalarType output_dtype, bool use_fast_accum,
+                                        std::optional<int64_t> output_dtype, bool use_fast_accum,
                                         bool shared_input = false);
+
+// The type of results by its number in a schema: bfloat16 if none is given.
+at::ScalarType output_type(std::optional<int64_t> number);
 
 // True if a call of an operator, whose arguments are on the stack, has scales.
 bool has_scales(const c10::OperatorHandle& op, const std::vector<c10::IValue>& stack);

@@ -47,7 +47,12 @@ bool read(PyObject* object, std::string& text) {
   return true;
 }
 
+// Dtypes are numbers in a schema.
 bool read(PyObject* object, int64_t& number) {
+  if (THPDtype_Check(object)) {
+    number = static_cast<int64_t>(reinterpret_cast<THPDtype*>(object)->scalar_type);
+    return true;
+  }
   if (!PyLong_Check(object)) return false;
   int overflow = 0;
   number = PyLong_AsLongLongAndOverflow(object, &overflow);
@@ -57,12 +62,6 @@ bool read(PyObject* object, int64_t& number) {
 bool read(PyObject* object, bool& truth) {
   if (!PyBool_Check(object)) return false;
   truth = Py_IsTrue(object);
-  return true;
-}
-
-bool read(PyObject* object, at::ScalarType& dtype) {
-  if (!THPDtype_Check(object)) return false;
-  dtype = reinterpret_cast<THPDtype*>(object)->scalar_type;
   return true;
 }
 
@@ -104,12 +103,11 @@ bool push_optional(PyObject* object, torch::jit::Stack& stack) {
 Push push_of(const c10::Argument& argument) {
   const std::string type = argument.real_type()->str();
   static const std::vector<std::pair<std::string, Push>> known = {
-      {"Tensor", &push<at::Tensor>},         {"Tensor?", &push_optional<at::Tensor>},
-      {"Tensor[]", &push_list<at::Tensor>},  {"Tensor?[]", &push_list<OptionalTensor>},
-      {"SymInt[]", &push_list<int64_t>},     {"int", &push<int64_t>},
-      {"int?", &push_optional<int64_t>},     {"bool", &push<bool>},
-      {"str", &push<std::string>},           {"str?", &push_optional<std::string>},
-      {"ScalarType", &push<at::ScalarType>},
+      {"Tensor", &push<at::Tensor>},        {"Tensor?", &push_optional<at::Tensor>},
+      {"Tensor[]", &push_list<at::Tensor>}, {"Tensor?[]", &push_list<OptionalTensor>},
+      {"SymInt[]", &push_list<int64_t>},    {"int", &push<int64_t>},
+      {"int?", &push_optional<int64_t>},    {"bool", &push<bool>},
+      {"str", &push<std::string>},          {"str?", &push_optional<std::string>},
   };
   for (const auto& [name, push] : known) {
     if (name == type) return push;
