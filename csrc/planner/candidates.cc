@@ -387,7 +387,7 @@ void add_unmeasured(Candidates& plans, const Problem& problem, const Machine& ma
   // A kernel's old instructions are slower than the framework's GEMM where that has better: chunks of the latter.
   if (can(kernel, kAges) && machine.arch >= 90 && machine.arch < 120) {
     add_gpu_library(plans, problem, machine, true);
-    add_stripes(plans, problem, machine, true);
+    add_stripes(plans, problem, machine, false);
   }
 }
 

@@ -129,9 +129,9 @@ class Run {
   }
 
   void enqueue_next() {
-    come_to_next();
     const steps::Step& step = run_.list.steps[next_];
     try {
+      come_to_next();
       std::visit([&](const auto& what) { begin_step(what, run_.stream(step.lane)); }, step.what);
     } catch (const Error&) {
       run_.group.check();  // where the group has failed meanwhile and aborted NCCL, it says why

@@ -382,9 +382,7 @@ def context_parallel_attention(
         return _by_callers_kernel(asked, chosen, name, q, k, v, per_head)
     given = _given(asked, chosen, name, q, k, v, per_head)
     if not is_dynamo_compiling():
-        attention, why_not_peers = _known_attention(*given)
-        note_way(_WHAT, name, why_not_peers)
-        return ops.call(attention, q, k, v)
+        return ops.call(_noted(name, _known_attention(*given)), q, k, v)
     problem, form, scale, (by, _) = _problem(*given)
     how = ops.arguments(problem, chosen, scale, name, by, given[-1])
     return torch.ops.overlap.context_parallel_attention(q, k, v, *how)[0]
@@ -441,9 +439,16 @@ def _known_attention(*given) -> tuple[Attention, str]:
     return ops.known(problem, kernel, Form(*form), scale, name, rank, by, backward), why
 
 
+def _noted(name: str, known: tuple[Attention, str]) -> Attention:
+    """The attention, after its call is counted for the report."""
+    attention, why_not_peers = known
+    if attention.problem.ranks > 1:
+        note_way(_WHAT, name, why_not_peers)
+    return attention
+
+
 @outside_graphs(_COMPILED)
 def _by_callers_kernel(asked, kernel, name, q, k, v, per_head) -> torch.Tensor:
     kernel = kernel if isinstance(kernel, AttentionKernel) else _kernel_of(kernel)
-    attention, why_not_peers = _known_attention(*_given(asked, kernel, name, q, k, v, per_head))
-    note_way(_WHAT, name, why_not_peers)
-    return ops.call(attention, q, k, v, *per_head)
+    given = _given(asked, kernel, name, q, k, v, per_head)
+    return ops.call(_noted(name, _known_attention(*given)), q, k, v, *per_head)

@@ -134,10 +134,10 @@ def way_of(
             why = f"rows on {x.device}: the ranks do not map each other's memory (python -m overlap_torch doctor says why)"
     else:
         why = f"calls on {x.device.type}" if transport is None else f"transport={transport!r}"
-    if what:
-        note_way(what, group, why)
     if why and transport == "peer":
         raise ValueError(f"peers do not carry {why}; leave transport out")
+    if what and ranks > 1:
+        note_way(what, group, why)
     return Way(max_tokens, max_rows, not why, ranks_first, group)
 
 

@@ -220,7 +220,8 @@ def test_graphs_need_peers(peers):
         mock.patch.object(torch, "empty", lambda shape, dtype, device: made(shape, dtype=dtype)),
     ):
         why = _serving.why_not_captured((H, torch.bfloat16, cuda), CHOICES, 512, "ep")
-    x, ids, *others = way.call_args.args
+    what, x, ids, *others = way.call_args.args
+    assert what == ""  # a question, and no call
     assert (x.shape, x.dtype, ids.shape) == ((0, H), torch.bfloat16, (0, CHOICES))
     assert others == ["choices", (512, 1), None, "ep"]
     assert bool(why) is not peers

@@ -739,9 +739,9 @@ def test_kernels_lists_of_programs_await_the_tiles_of_the_matrix(rows, tiles):
     problem = Problem(rows, 256, 64, torch.bfloat16, 2, Op.GEMM_ALLREDUCE)
     chosen = plan.programs.one_shot(problem, 1, kernel="sm90_pingpong", transport="peer")
     text, _, _ = _plan.kernel_steps_json(chosen, 0, H200)
-    halves = [half for step in json.loads(text)["steps"] for half in step.get("halves", [])]
-    waits = [half["waits"] for half in halves if "waits" in half]
-    assert waits == [[{"counter": 0, "count": tiles}]]
+    steps = json.loads(text)["steps"]
+    waits = {(step["chunk"], step["tiles"]) for step in steps if step["step"] == "wait_for_tiles"}
+    assert waits == {(0, tiles)}
 
 
 def test_kernels_lists_refuse_what_needs_kernels_of_ours():
