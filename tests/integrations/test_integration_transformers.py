@@ -289,7 +289,7 @@ def expanded(model, plan: dict[str, str]) -> dict[str, str]:
 def test_other_layers_keep_transformers_styles_where_tokens_are_cut(
     failures: Failures, tmp_path
 ) -> None:
-    """An output projection with transformers' style in a layer whose tokens are cut."""
+    """Projections that are no plain Linear, with transformers' style in a layer whose tokens are cut; the report says so."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     class Adapted(torch.nn.Linear):
@@ -298,7 +298,7 @@ def test_other_layers_keep_transformers_styles_where_tokens_are_cut(
     whole = saved("llama", tmp_path)
     model = type(whole).from_pretrained(tmp_path).to(rank_device())
     for layer in model.model.layers:
-        layer.self_attn.o_proj.__class__ = Adapted
+        layer.self_attn.q_proj.__class__ = layer.self_attn.o_proj.__class__ = Adapted
     plan = expanded(model, integration.sequence_plan(whole))
     mesh = dist.init_device_mesh(rank_device().type, (dist.get_world_size(),))
     with integration.register(), pytest.warns(UserWarning, match="subclass of torch.nn.Linear"):
@@ -309,28 +309,6 @@ def test_other_layers_keep_transformers_styles_where_tokens_are_cut(
         expect_same(failures, found, right, tokens.shape)
     tokens = some_tokens(2, TOKENS)
     expect_same(failures, trained(model, tokens), trained(whole, tokens), "trained")
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_other_layers_keep_transformers_styles(failures: Failures) -> None:
-    """A layer that is no plain Linear keeps transformers' style, and the report says so."""
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    class Adapted(torch.nn.Linear):
-        pass
-
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    torch.manual_seed(0)
-    whole = torch.nn.Sequential(Adapted(8, 4), Adapted(4, 8))
-    model = torch.nn.Sequential(Adapted(8, 4), Adapted(4, 8))
-    model.load_state_dict(whole.state_dict())
-    plan = {}
-    for name, style in (("0", "overlap_colwise"), ("1", "overlap_rowwise")):
-        plan |= {f"{name}.weight": style, f"{name}.bias": style, name: style}
-    with integration.register(), pytest.warns(UserWarning, match="subclass of torch.nn.Linear"):
-        apply_tensor_parallelism(model, mesh, plan)
-    input = torch.randn(3, 8)
-    expect_same(failures, {"": model(input).detach()}, {"": whole(input).detach()}, "output")
     failures.holds("PyTorch's style: it is a subclass", str(overlap_torch.report(model)), "report")
 
 
@@ -412,11 +390,9 @@ def test_sequence_plan_refuses_what_it_does_not_know():
 
 def test_other_versions_are_refused():
     patch = mock.patch.object(metadata, "version", lambda name: "5.3.1")
-    with patch, pytest.raises(ImportError) as raised:
+    said = r"transformers 5.3.1 is installed.*transformers 5.23.*pip install '.\[transformers\]'"
+    with patch, pytest.raises(ImportError, match=said):
         integration.register()
-    message = str(raised.value)
-    assert "transformers 5.3.1 is installed" in message and "transformers 5.23.*" in message
-    assert "in the checkout `pip install '.[transformers]'`" in message
 
 
 def test_nothing_is_imported_before_it_is_asked_for():

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import overlap_torch
 from checks import Failures
+from frameworks import needs
 from layers import chain, integer_linear, integers, my_tokens
 from meshes import OVERLAP, mesh
 from operands import difference
@@ -85,10 +86,13 @@ def test_foreign_weights_run_by_pytorch(failures: Failures, kind: str, how: str)
             failures.holds("Halved", rows.get(name, ""), kind, how, layout, name)
 
 
-def check_torchao(failures: Failures, config_name: str) -> None:
+@needs("torchao", ("0.18",), "torchao")
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.ranks((2, "gloo"))
+def test_foreign_weights_of_torchao(failures: Failures, name: str) -> None:
     from torchao import quantization
 
-    config = getattr(quantization, config_name)()
+    config = getattr(quantization, name)()
     torch.manual_seed(0)
     whole = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
     input = torch.randn(4, 32)
@@ -105,12 +109,5 @@ def check_torchao(failures: Failures, config_name: str) -> None:
             results.append(cut(input))
     once = copy.deepcopy(whole)
     quantization.quantize_(once, config)
-    failures.near(results[0], once(input), "the whole model's", config_name, atol=0.05)
-    failures.expect(difference(results[1], results[0]), config_name, "layers")
-
-
-@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-@pytest.mark.ranks((2, "gloo"))
-def test_foreign_weights_of_torchao(ranks, config):
-    pytest.importorskip("torchao", minversion="0.18")
-    ranks.expect_no_failures(check_torchao, config)
+    failures.near(results[0], once(input), "the whole model's", name, atol=0.05)
+    failures.expect(difference(results[1], results[0]), name, "layers")

@@ -64,6 +64,18 @@ def right_gradients(
     return [None if part is None else part.to(case.dtype) for part in exact]
 
 
+def check_gradients(failures: Failures, op: str, case: Case, device: torch.device, group) -> None:
+    """Outputs and gradients of a call whose operands all ask for one."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    arguments = OPS[op].arguments(case, rank, world, device)
+    leaves = [leaf.requires_grad_() for leaf in tensors_of(arguments)]
+    outputs = tensors_of(OPS[op].wrapper(*arguments, group=group))
+    failures.expect_equal(outputs, OPS[op].expected(case, rank, world, device), op, case)
+    torch.autograd.backward(outputs, output_gradients(op, outputs, rank))
+    right = right_gradients(op, case, world, device, 0, range(len(outputs)))
+    failures.expect_equal([leaf.grad for leaf in leaves], right, "backward", op, case)
+
+
 def patterns_of_needs(count: int) -> list[tuple[bool, ...]]:
     """The operands that need a gradient: all patterns of few operands; of many each alone, all but one, and all."""
     if count <= 3:

@@ -26,7 +26,7 @@ from operands import Case, difference, rank_device
 from ops import OPS, tensors_of
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
-from tests.ops.test_autograd import output_gradients, right_gradients
+from tests.ops.test_autograd import check_gradients, output_gradients, right_gradients
 
 CASES = [Case((6,), 5, 7, bias=True), Case((2, 3), 4, 5), Case((130,), 66, 40, bias=True)]
 
@@ -76,17 +76,9 @@ def group_on(backend: str) -> dist.ProcessGroup:
 
 
 def check_ops(failures: Failures, group: dist.ProcessGroup, device: torch.device) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
     for op, dtype in itertools.product(OPS, (torch.float32, torch.bfloat16)):
-        for case in (case.with_(dtype=dtype) for case in OPS[op].of(CASES)):
-            arguments = OPS[op].arguments(case, rank, world, device)
-            leaves = [leaf.requires_grad_() for leaf in tensors_of(arguments)]
-            outputs = tensors_of(OPS[op].wrapper(*arguments, group=group))
-            right = OPS[op].expected(case, rank, world, device)
-            failures.expect_equal(outputs, right, op, case)
-            torch.autograd.backward(outputs, output_gradients(op, outputs, rank))
-            gradients = right_gradients(op, case, world, device, 0, range(len(outputs)))
-            failures.expect_equal([leaf.grad for leaf in leaves], gradients, "backward", op, case)
+        for case in OPS[op].of(CASES):
+            check_gradients(failures, op, case.with_(dtype=dtype), device, group)
 
 
 def check_layers(failures: Failures, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -31,12 +31,30 @@ from tests import _plan_test
 TILE = (32, 32)
 # Whole tiles, and tiles that reach beyond the matrix and across the ranks' parts.
 SHAPES = [(128, 96, 64), (12 * 17, 50, 40)]
+LARGE_SHAPES = [(4 * 96 + 4, 1064, 136), (2048, 512, 256)]
+ORDERS = [
+    ("all_reduce", "row_major", 4), ("all_reduce", "swizzled", 1),
+    ("reduce_scatter", "grouped", 3), ("reduce_scatter", "column_major", 1),
+]  # fmt: skip
+# Shape, (collective, order, chunks), dtype, persistent.
+REDUCTIONS = {
+    "gloo": [
+        (SHAPES[0], ("all_reduce", "row_major", 3), torch.float32, False),
+        (SHAPES[1], ("reduce_scatter", "grouped", 2), torch.float32, False),
+        (SHAPES[1], ("all_reduce", "swizzled", 1), torch.float16, True),
+        (SHAPES[0], ("reduce_scatter", "column_major", 2), torch.float32, True),
+    ],
+    "nccl": [
+        *itertools.product(LARGE_SHAPES, ORDERS, (torch.bfloat16, torch.float32), (False, True))
+    ],
+}
 
 
-def check_reductions(failures: Failures, cases: list[tuple]) -> None:
-    """Each case: shape, collective, order, chunks, dtype, persistent."""
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), (4, "nccl"))
+def test_kernels_reduce_exactly(failures: Failures) -> None:
     example, world = kernels.example(), dist.get_world_size()
-    for seed, (shape, collective, order, chunks, dtype, persistent) in enumerate(cases):
+    for seed, (shape, how, dtype, persistent) in enumerate(REDUCTIONS[dist.get_backend()]):
+        collective, order, chunks = how
         if collective == "reduce_scatter":  # each rank has an equal part of the rows
             shape = (-(-shape[0] // world) * world, *shape[1:])
         a, b = kernels.operands(*shape, seed=seed, dtype=dtype)
@@ -50,17 +68,6 @@ def check_reductions(failures: Failures, cases: list[tuple]) -> None:
         )
         expect(failures, label, result, expected)
         failures.equal(result.dtype, dtype, label)
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_kernels_reduce_exactly(failures: Failures) -> None:
-    cases = [
-        (SHAPES[0], "all_reduce", "row_major", 3, torch.float32, False),
-        (SHAPES[1], "reduce_scatter", "grouped", 2, torch.float32, False),
-        (SHAPES[1], "all_reduce", "swizzled", 1, torch.float16, True),
-        (SHAPES[0], "reduce_scatter", "column_major", 2, torch.float32, True),
-    ]
-    check_reductions(failures, cases)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -143,15 +150,8 @@ def test_kernels_gather_exactly(failures: Failures) -> None:
             rows[rank].to(rank_device()), gate / 16, up, chunks
         )
         expect(failures, f"gathered {m, n, k}", gathered, torch.cat(rows).double())
-        plain = torch.empty_like(out)
-        all_there = torch.ones(72, dtype=torch.int32, device=out.device)
-        grid = -(-out.shape[0] // TILE[0]) * -(-n // TILE[1])
-        order = torch.arange(grid, dtype=torch.int32, device=out.device)
-        example.swiglu[(3,)](
-            gathered, gate / 16, up, plain, order, torch.zeros_like(order), all_there, grid, *out.shape, k,
-            **example.blocks(),
-        )  # fmt: skip
-        expect(failures, f"out {m, n, k} in {chunks}", out, plain.double().cpu())
+        label = f"out {m, n, k} in {chunks}"
+        kernels.check_swiglu(failures, label, out, gathered, gate / 16, up, TILE)
         x = gathered.double()
         right = torch.nn.functional.silu(x @ (gate / 16).double()) * (x @ up.double())
         rtol = 2e-2 if dtype == torch.bfloat16 else 1e-5

@@ -24,24 +24,8 @@ def starts(numbers: list[int]) -> list[int]:
     return [sum(numbers[:i]) for i in range(len(numbers) + 1)]
 
 
-def nobody(rank, token, first, draw):
-    return [-1, first[-1], -7]
-
-
-def one_route(rank, token, first, draw):
-    return [0 if (rank, token) == (0, 3) else -1, -1, -1]
-
-
 def anywhere(rank, token, first, draw):
     return [draw.randrange(-2, first[-1] + 2) for _ in range(3)]
-
-
-def one_expert(rank, token, first, draw):
-    return [first[-1] - 1, -1, -1]
-
-
-def one_rank(rank, token, first, draw):
-    return [draw.randrange(first[1]) for _ in range(3)]
 
 
 def next_rank(rank, token, first, draw):
@@ -50,21 +34,18 @@ def next_rank(rank, token, first, draw):
     return [first[after] + draw.randrange(own) if own else -1 for _ in range(3)]
 
 
-def nobody_to_the_last(rank, token, first, draw):
-    return [draw.randrange(first[-2]) for _ in range(3)]
-
-
-def the_same_twice(rank, token, first, draw):
-    return [(expert := draw.randrange(first[-1])), -1, expert]
-
-
-def few_ranks_send(rank, token, first, draw):
-    return anywhere(rank, token, first, draw) if rank % 3 == 1 else [-1] * 3
-
-
-ROUTINGS = (
-    nobody, one_route, anywhere, one_expert, one_rank, next_rank, nobody_to_the_last, the_same_twice, few_ranks_send,
-)  # fmt: skip
+# The ids of a token of a rank, where each rank's experts begin at `first`.
+ROUTINGS = {
+    "nobody": lambda rank, token, first, draw: [-1, first[-1], -7],
+    "one_route": lambda rank, token, first, draw: [0 if (rank, token) == (0, 3) else -1, -1, -1],
+    "anywhere": anywhere,
+    "one_expert": lambda rank, token, first, draw: [first[-1] - 1, -1, -1],
+    "one_rank": lambda rank, token, first, draw: [draw.randrange(first[1]) for _ in range(3)],
+    "next_rank": next_rank,
+    "nobody_to_the_last": lambda rank, token, first, draw: [draw.randrange(first[-2]) for _ in range(3)],
+    "the_same_twice": lambda rank, token, first, draw: [(expert := draw.randrange(first[-1])), -1, expert],
+    "few_ranks_send": lambda rank, *rest: anywhere(rank, *rest) if rank % 3 == 1 else [-1] * 3,
+}  # fmt: skip
 
 
 def faults(ids: list[list[list[int]]], experts: list[int], align: int, device: str, change: Change) -> Iterator[str]:  # fmt: skip
@@ -154,7 +135,7 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 
 @devices
-@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 def test_every_route_arrives_once_and_comes_home(routing, device) -> None:
     for ranks in range(2, 9):
         for align in (1, 8):

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -166,22 +167,15 @@ class _Raises(torch.autograd.Function):
         return grad
 
 
-def _column(**keywords: bool) -> ColumnParallelLinear:
-    return ColumnParallelLinear(6, 12, **keywords)
-
-
-def _row(**keywords: bool) -> RowParallelLinear:
-    return RowParallelLinear(12, 6, **keywords)
-
-
+COLUMN, ROW = partial(ColumnParallelLinear, 6, 12), partial(RowParallelLinear, 12, 6)
 # Layers whose backward communicates, by an op or a collective of its own first; which part of 12 features they take, if it is not
 # all 6; and whether the input's gradient is wanted.
 SKIPPED = {
-    "column, cut tokens": (lambda: _column(sequence_parallel=True), False, True),
-    "column": (_column, False, True),
-    "column, gathered": (lambda: _column(gather_output=True), False, True),
-    "row, cut tokens": (lambda: _row(sequence_parallel=True), True, True),
-    "row, cut tokens, weights alone": (lambda: _row(sequence_parallel=True), True, False),
+    "column, cut tokens": (partial(COLUMN, sequence_parallel=True), False, True),
+    "column": (COLUMN, False, True),
+    "column, gathered": (partial(COLUMN, gather_output=True), False, True),
+    "row, cut tokens": (partial(ROW, sequence_parallel=True), True, True),
+    "row, cut tokens, weights alone": (partial(ROW, sequence_parallel=True), True, False),
 }
 
 

@@ -380,25 +380,25 @@ def test_faults_late_rank_is_waited_for_over_peers(
     come_late(failures, [plan, plan])
 
 
-def check_behind_failure(failures: Failures, *where: object) -> None:
-    """In a group of its own the last rank leaves a call out: what the others find as soon as they have synchronized."""
-    group = dist.new_group(timeout=SHORT)
-    step = partial(prepared(CASE), group=group)
-    step()
+def check_behind_failure(failures: Failures, groups: list, checks: int, *where: object) -> None:
+    """The last rank leaves a call of each group out: what the others find as soon as they have synchronized, by so many checks
+    and the group's next call."""
+    steps = [partial(prepared(CASE), group=group) for group in groups]
+    for step in steps:
+        step()
     torch.cuda.synchronize()
     overlap_torch.check()
     dist.barrier()
     if dist.get_rank() < dist.get_world_size() - 1:
-        step()
+        for step in steps:
+            step()
         torch.cuda.synchronize()
-        for again in (overlap_torch.check, overlap_torch.check, step):
-            message = message_of(again)
-            failures.holds(f"group '{group.group_name}'", message, *where)
+        for group, step in zip(groups, steps, strict=True):
+            for again in (*[overlap_torch.check] * checks, step):
+                failures.holds(f"group '{group.group_name}'", message_of(again), *where)
     else:  # nothing has failed here
         failures.expect(message_of(overlap_torch.check) or None, *where)
     dist.barrier()
-    dist.destroy_process_group(group)
-    overlap_torch.check()  # whoever still holds the group does not want to know
 
 
 def warm_up() -> None:
@@ -436,7 +436,10 @@ def test_faults_check_right_behind_synchronize_misses_nothing(
 ) -> None:
     warm_up()
     for repeat in range(repeats):
-        check_behind_failure(failures, "repeat", repeat)
+        group = dist.new_group(timeout=SHORT)
+        check_behind_failure(failures, [group], 2, "repeat", repeat)
+        dist.destroy_process_group(group)
+        overlap_torch.check()  # whoever still holds the group does not want to know
 
 
 @over_peers_and_nccl
@@ -444,23 +447,7 @@ def test_faults_check_right_behind_synchronize_misses_nothing(
 def test_faults_two_groups_that_fail_both_end(failures: Failures, transport: str) -> None:
     """Two groups whose calls the last rank leaves out: what ends one of them must not wait for the other."""
     warm_up()
-    groups = [dist.new_group(timeout=SHORT) for _ in range(2)]
-    steps = [partial(prepared(CASE), group=group) for group in groups]
-    for step in steps:
-        step()
-    torch.cuda.synchronize()
-    overlap_torch.check()
-    dist.barrier()
-    if dist.get_rank() < dist.get_world_size() - 1:
-        for step in steps:
-            step()
-        torch.cuda.synchronize()
-        for group, step in zip(groups, steps, strict=True):
-            message = message_of(step)
-            failures.holds(f"group '{group.group_name}'", message, "group", group.group_name)
-    else:
-        failures.expect(message_of(overlap_torch.check) or None, "the rank that left them out")
-    dist.barrier()
+    check_behind_failure(failures, [dist.new_group(timeout=SHORT) for _ in range(2)], 0)
 
 
 OTHER_CALLS = {

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
+import peers
 from checks import Failures, check_call, check_plan, message_of
 from machines import over_peers
 from operands import Case, rank_device, world_name
@@ -13,25 +14,6 @@ from overlap_torch import plan as plan_module
 from overlap_torch.plan.templates import at_once, make_all_to_all, row_panels
 from overlap_torch.plan.types import Kernel, Resources, Transport
 from peer_races import Runner, race, so_many_calls
-from peers import (
-    ALL_TO_ALL,
-    DIRECT,
-    HALVES,
-    KERNELS,
-    OWNERS,
-    PEER_OPS,
-    RING,
-    STRIPES,
-    Way,
-    cases_of_other_dims,
-    check_other_layouts,
-    has_bias,
-    kernel_id,
-    parameter_id,
-    peer_case,
-    peer_kernels,
-    peer_plan,
-)
 from plans import chunked_plan, stripes
 
 # (rows of one rank's part, n, k), around tiles of 128 x 128 in clusters of two. Parts that end inside a tile and inside a
@@ -49,77 +31,81 @@ SHAPES = [
     ("op", "kernel", "dtype"),
     [
         (op, kernel, dtype)
-        for op in PEER_OPS
-        for kernel in peer_kernels(op)
-        for dtype in (*HALVES, *([torch.float32] if kernel == Kernel.LIBRARY else []))
+        for op in peers.PEER_OPS
+        for kernel in peers.peer_kernels(op)
+        for dtype in (*peers.HALVES, *([torch.float32] if kernel == Kernel.LIBRARY else []))
     ],
-    ids=parameter_id,
+    ids=peers.parameter_id,
 )
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 @pytest.mark.peers
 def test_peers_are_exact(failures: Failures, op: str, kernel: Kernel, dtype: torch.dtype) -> None:
-    cases = [peer_case(op, rows, n, k, dtype) for rows, n, k in SHAPES]
-    for case in cases + cases_of_other_dims(op, dtype):
+    cases = [peers.peer_case(op, rows, n, k, dtype) for rows, n, k in SHAPES]
+    for case in cases + peers.cases_of_other_dims(op, dtype):
         for weight_layout in ("k_contiguous", "n_contiguous"):
             for bias in (False, True):
                 case = case.with_(bias=bias, weight_layout=weight_layout)
                 for chunks in (1, 3, 8):
-                    plan = peer_plan(case, op, chunks, kernel)
+                    plan = peers.peer_plan(case, op, chunks, kernel)
                     if len(plan.chunks) == chunks:
                         check_plan(failures, case, plan, chunks, "chunks", kernel.name, op=op)
-                if kernel == Kernel.LIBRARY and has_bias(op):
+                if kernel == Kernel.LIBRARY and peers.has_bias(op):
                     problem = OPS[op].problem(case, dist.get_world_size())
                     for label, plan in stripes(problem, "peer"):
                         check_plan(failures, case, plan, label, op=op)
 
 
 OTHER_LAYOUTS = [
-    *((op, kernel, 2, None) for op in PEER_OPS for kernel in peer_kernels(op)),
-    *((op, Kernel.LIBRARY, STRIPES, None) for op in PEER_OPS if has_bias(op)),
+    *((op, kernel, 2, None) for op in peers.PEER_OPS for kernel in peers.peer_kernels(op)),
+    *((op, Kernel.LIBRARY, peers.STRIPES, None) for op in peers.PEER_OPS if peers.has_bias(op)),
     # A ring of any rows.
-    *(("gemm_allreduce", kernel, RING, 261) for kernel in KERNELS),
-    *((op, Kernel.SM90_PINGPONG, OWNERS, None) for op in PEER_OPS if has_bias(op)),
-    ("gemm_allreduce", Kernel.SM90_PINGPONG, OWNERS, 261),
-    *((op, kernel, DIRECT, None) for op in PEER_OPS for kernel in KERNELS),
+    *(("gemm_allreduce", kernel, peers.RING, 261) for kernel in peers.KERNELS),
+    *(
+        (op, Kernel.SM90_PINGPONG, peers.OWNERS, None)
+        for op in peers.PEER_OPS
+        if peers.has_bias(op)
+    ),
+    ("gemm_allreduce", Kernel.SM90_PINGPONG, peers.OWNERS, 261),
+    *((op, kernel, peers.DIRECT, None) for op in peers.PEER_OPS for kernel in peers.KERNELS),
 ]
 
 
-@pytest.mark.parametrize(("op", "kernel", "way", "rows"), OTHER_LAYOUTS, ids=parameter_id)
+@pytest.mark.parametrize(("op", "kernel", "way", "rows"), OTHER_LAYOUTS, ids=peers.parameter_id)
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 @pytest.mark.peers
 def test_peers_take_layouts_that_differ_between_ranks(
-    failures: Failures, op: str, kernel: Kernel, way: Way, rows: int | None
+    failures: Failures, op: str, kernel: Kernel, way: peers.Way, rows: int | None
 ) -> None:
-    check_other_layouts(failures, op, kernel, way, rows)
+    peers.check_other_layouts(failures, op, kernel, way, rows)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", peers.HALVES, ids=str)
 @pytest.mark.parametrize(
     ("way", "kernel"),
     [
-        *((RING, kernel) for kernel in KERNELS),
-        (OWNERS, Kernel.SM90_PINGPONG),
-        (STRIPES, Kernel.LIBRARY),
+        *((peers.RING, kernel) for kernel in peers.KERNELS),
+        (peers.OWNERS, Kernel.SM90_PINGPONG),
+        (peers.STRIPES, Kernel.LIBRARY),
     ],
     ids=str,
 )
 @pytest.mark.ranks((2, "nccl"), (3, "nccl"), (4, "nccl"), (8, "nccl"))
 @pytest.mark.peers
 def test_peers_take_any_rows(
-    failures: Failures, way: Way, kernel: Kernel, dtype: torch.dtype
+    failures: Failures, way: peers.Way, kernel: Kernel, dtype: torch.dtype
 ) -> None:
     """All-reduces whose last rank owns fewer rows than the others; of stripes also none."""
     world = dist.get_world_size()
     for part, n, k in [(2, 8, 8), *SHAPES, (1025, 520, 264)]:
         # By one row, by as many as the ranks allow; a single row is left where parts are that low.
         for rows in {world * part - 1, world * (part - 1) + 1}:
-            if way in (RING, OWNERS) and rows <= (world - 1) * part:
+            if way in (peers.RING, peers.OWNERS) and rows <= (world - 1) * part:
                 continue
             case = Case((rows,), n, k, dtype)
             for bias in (False, True):
                 for weight_layout in ("k_contiguous", "n_contiguous"):
                     mine = case.with_(bias=bias, weight_layout=weight_layout)
-                    plan = peer_plan(mine, "gemm_allreduce", way, kernel)
+                    plan = peers.peer_plan(mine, "gemm_allreduce", way, kernel)
                     check_plan(failures, mine, plan, rows, "rows", kernel.name, way)
 
 
@@ -129,9 +115,9 @@ def test_peers_take_any_rows(
 def runner(
     op: str, rows: int, n: int, k: int, way: int, kernel: Kernel, short_by: int = 0
 ) -> Runner:
-    case = peer_case(op, rows, n, k, torch.bfloat16, bias=has_bias(op))
+    case = peers.peer_case(op, rows, n, k, torch.bfloat16, bias=peers.has_bias(op))
     case = case.with_(leading=(case.leading[0] - short_by,))
-    plan = peer_plan(case, op, way, kernel)
+    plan = peers.peer_plan(case, op, way, kernel)
     return Runner(f"{kernel.name} in {way} chunks", op, case, plan)
 
 
@@ -139,18 +125,25 @@ def over_nccl(rows: int, n: int, k: int, kernel: Kernel) -> Runner:
     """An all-to-all that does not travel over peers."""
     case = Case((rows,), n, k, torch.bfloat16)
     plan = chunked_plan(
-        case, dist.get_world_size(), "cuda", "row panels", 1, kernel, op=ALL_TO_ALL, comm_sms=16
+        case,
+        dist.get_world_size(),
+        "cuda",
+        "row panels",
+        1,
+        kernel,
+        op=peers.ALL_TO_ALL,
+        comm_sms=16,
     )
-    return Runner(f"{kernel.name} over NCCL", ALL_TO_ALL, case, plan)
+    return Runner(f"{kernel.name} over NCCL", peers.ALL_TO_ALL, case, plan)
 
 
 RACES = pytest.mark.parametrize(
     ("ops", "kernel"),
     [
-        *(([op], kernel) for op in PEER_OPS for kernel in peer_kernels(op)),
-        *(([*PEER_OPS, ALL_TO_ALL], kernel) for kernel in KERNELS),
+        *(([op], kernel) for op in peers.PEER_OPS for kernel in peers.peer_kernels(op)),
+        *(([*peers.PEER_OPS, peers.ALL_TO_ALL], kernel) for kernel in peers.KERNELS),
     ],
-    ids=lambda value: kernel_id(value) or "+".join(value),
+    ids=lambda value: peers.kernel_id(value) or "+".join(value),
 )
 
 
@@ -164,7 +157,7 @@ def test_peers_back_to_back(failures: Failures, ops: list[str], kernel: Kernel, 
         runners = [runner(op, 643, 776, 136, chunks, kernel) for op in ops]
         if "gemm_allreduce" in ops:  # whose last rank may own fewer rows
             runners.append(runner("gemm_allreduce", 643, 776, 136, chunks, kernel, short_by=1))
-        if ALL_TO_ALL in ops:
+        if peers.ALL_TO_ALL in ops:
             runners.append(over_nccl(643, 776, 144, kernel))
         larger = runner(ops[0], 4200, 4096, 4096, chunks, kernel)
         race(failures, runners, larger, calls, chunks)
@@ -201,12 +194,12 @@ def test_peers_are_refused_where_they_cannot_work(failures: Failures) -> None:
 @pytest.mark.fresh(environment={"OVERLAP_PEERS": "{rank}"})
 def test_peers_are_not_used_if_one_rank_forbids_it(failures: Failures) -> None:
     failures.equal(plan_module.machine().peer_gbps, 0.0)
-    for op in [*PEER_OPS[:3], "gemm_alltoall"]:
-        problem = OPS[op].problem(peer_case(op, 8192, 8192, 7168, torch.bfloat16), 2)
+    for op in [*peers.PEER_OPS[:3], "gemm_alltoall"]:
+        problem = OPS[op].problem(peers.peer_case(op, 8192, 8192, 7168, torch.bfloat16), 2)
         sizes = (problem.m, problem.n, problem.k)
         plan = plan_module.plan_for(*sizes, problem.dtype, op=problem.op)
         failures.expect(f"plan_for says {plan}" if over_peers(plan) else None, op)
-        case = peer_case(op, 2048, 1024, 512, torch.bfloat16)
+        case = peers.peer_case(op, 2048, 1024, 512, torch.bfloat16)
         for seed in range(3):
             check_call(failures, case, seed=seed, op=op)
     check_refused(failures)
@@ -233,9 +226,3 @@ def test_peers_are_not_used_where_nccl_must_not_use_them(failures: Failures) -> 
 @pytest.mark.fresh(environment={"NCCL_P2P_DISABLE": "1", "OVERLAP_PEERS": "1"})
 def test_peers_are_used_where_only_nccl_must_not(failures: Failures) -> None:
     expect_transport(failures, True)
-
-
-@pytest.mark.ranks((2, "nccl"))
-@pytest.mark.fresh(environment={"OVERLAP_PEERS": "perhaps"})
-def test_peers_setting_is_0_or_1(failures: Failures) -> None:
-    failures.raises("OVERLAP_PEERS is 'perhaps'; it must be 0 or 1", plan_module.machine)

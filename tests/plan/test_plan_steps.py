@@ -45,21 +45,20 @@ def test_plan_steps_stage_parts_between_multiples_of_16_bytes_outside_of_the_win
 
 def test_plan_steps_refuse_what_does_not_fit_the_plan() -> None:
     plan = _plan.make_sequential(big(world_size=2), KINDS["windows"])
-    with pytest.raises(ValueError, match="rank 2 is not one of the plan's 2 ranks, 0 to 1"):
-        steps(plan, 2)
-    with pytest.raises(ValueError, match="send_rows has 2 counts; the plan's op takes none"):
-        steps(plan, 0, send_rows=[1, 1])
-    with pytest.raises(ValueError, match="weights are for plans of allgather_gemm"):
-        steps(plan, 0, weights=[(8, True)])
     exchange = big(op=Op.GEMM_ALLTOALL, n=4096, k=1024, world_size=2)
     rows = _plan.make_all_to_all(exchange, Kernel.SM90_PINGPONG, Resources(comm_sms=16), 16)
-    with pytest.raises(ValueError, match="some below 0; the plan's op takes one of 0 or more for"):
-        steps(rows, 0, send_rows=[1, -1], receive_rows=[1, 1])
     gather = _plan.make_sequential(
         big(world_size=2, op=Op.ALLGATHER_GEMM, m=4096, n=1024), KINDS["windows"]
     )
-    with pytest.raises(ValueError, match="have 1016 columns together, and the plan's n is 1024"):
-        steps(gather, 0, weights=[(512, True), (504, True)])
+    for asked, rank, how, said in (
+        (plan, 2, {}, "rank 2 is not one of the plan's 2 ranks, 0 to 1"),
+        (plan, 0, {"send_rows": [1, 1]}, "send_rows has 2 counts; the plan's op takes none"),
+        (plan, 0, {"weights": [(8, True)]}, "weights are for plans of allgather_gemm"),
+        (rows, 0, {"send_rows": [1, -1], "receive_rows": [1, 1]}, "some below 0; the plan's op takes one of 0 or more for"),
+        (gather, 0, {"weights": [(512, True), (504, True)]}, "have 1016 columns together, and the plan's n is 1024"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            steps(asked, rank, **how)
 
 
 def test_plan_steps_say_what_they_wait_for() -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import overlap_torch
 import rank_pool
 from checks import Failures, check_call, message_of
-from operands import place, rank_device, world_name
-from ops import OPS, every_op, tensors_of
+from operands import rank_device, world_name
+from ops import OPS, every_op
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Machine, Plan, Problem, use_plan, validate
 from overlap_torch.plan.programs import Editor, Program, Rectangle, Region, edit
@@ -30,7 +30,7 @@ from programs import (
     template_plans,
     templates,
 )
-from tests.ops.test_autograd import output_gradients, right_gradients
+from tests.ops.test_autograd import check_gradients
 
 CPU = Machine(arch=0, sm_count=2, sm_gflops=10.0, link_latency_us=50.0, link_gbps=2.0)
 
@@ -50,19 +50,12 @@ def test_programs_of_templates_are_exact(failures: Failures, op: str) -> None:
 
 @pytest.mark.ranks((2, "gloo"))
 def test_programs_serve_gradients(failures: Failures) -> None:
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     # Backward calls the other op, with N and K exchanged.
     for op, case in itertools.product(OPS, (EVEN, EVEN.with_(n=EVEN.k, k=EVEN.n))):
         plan_module.set_plan(template_plans(op, case, world, 2)[0][1])
     for op in OPS:
-        arguments = OPS[op].arguments(EVEN, *place())
-        leaves = tensors_of(arguments)
-        for leaf in leaves:
-            leaf.requires_grad_()
-        outputs = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))
-        torch.autograd.backward(outputs, output_gradients(op, outputs, rank))
-        right = right_gradients(op, EVEN, world, device, 0, range(len(outputs)))
-        failures.expect_equal([leaf.grad for leaf in leaves], right, "gradients of", op)
+        check_gradients(failures, op, EVEN, rank_device(), world_name())
     plan_module.clear_plans()
 
 
@@ -239,9 +232,6 @@ REFUSED = {
     "scratch": (lambda: validate(with_program(2**50, 1)), "scratch_rows = .*allowed are 0 to"),
     "ranks": (
         lambda: plan_module.programs.ring(Problem(90, 8, 8, "float32", 9), transport="gloo"), "9 ranks, allowed are 2 to 8"),
-    "hosts": (
-        lambda: plan_module.programs.one_shot(PROBLEM, transport="peer", ranks_per_host=3),
-        "clique = 3 on 4 ranks, allowed are divisors"),
     "a ring of messages": (lambda: plan_module.programs.ring(TO_ALL), "take one_shot"),
     "copies over nccl": (lambda: over_nccl("copy_engine"), "goes by copy_engine.*take by = nccl or any"),
     "message left out": (

@@ -78,13 +78,8 @@ def test_examples_gpt_trains_as_with_pytorchs_styles(tmp_path):
 
 
 @needs_transformers
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        pytest.param((), marks=pytest.mark.long, id="whole"),
-        pytest.param(("--sequence",), marks=pytest.mark.long, id="sequence"),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("tokens", [(), ("--sequence",)], ids=["whole", "sequence"])
 def test_examples_llama_is_the_one_on_one_device(tmp_path, tokens):
     output = run(
         *TORCHRUN, example("03_transformers_llama.py"), "--layers", "2", "--width", "64", *tokens,
