@@ -46,15 +46,7 @@ Plan.explain = explain  # type: ignore[method-assign]
 Plan.plot = plot  # type: ignore[method-assign]
 
 # Names that moved out of this module, by the module that has them now.
-_MOVED = {
-    files: "decode encode from_dict from_json load save schema to_dict to_json",
-    programs: "Area Editor Program Rectangle Region Transfer double_ring edit from_msccl from_mscclpp one_shot ring "
-    "two_shot",
-    templates: "at_once hierarchical make_all_to_all make_plan make_sequential packed row_panels smem_pad_bytes",
-    types: "BAND_ROWS MAX_BAND_RUNS MAX_CHUNKS BandRun Chunk Collective DType Engine Explanation Invariance Kernel Layout Memory Op "
-    "Prediction Recipe Resources Schedule Transport Way",
-}
-_PLACES = {name: place for place, names in _MOVED.items() for name in names.split()}
+_PLACES = {name: place for place in (files, programs, templates, types) for name in place.__all__}
 
 
 def __getattr__(name: str) -> Any:
