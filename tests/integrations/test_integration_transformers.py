@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import overlap_torch
 from checks import Failures
-from frameworks import SMALL_MODEL, drawn_model, loaded_model, needs_transformers
+from frameworks import SMALL_MODEL, drawn_model, loaded_model, needs_transformers, some_tokens
 from graphs import Graphs, expect_counts
 from layers import op_counts
 from meshes import whole_of
@@ -62,11 +62,6 @@ def kinds_of_hidden_states(model, tokens: torch.Tensor) -> set[type]:
     for handle in handles:
         handle.remove()
     return kinds
-
-
-def some_tokens(*shape: int) -> torch.Tensor:
-    count = torch.Size(shape).numel()
-    return (torch.arange(count, device=rank_device()) * 7 % 60).view(shape)
 
 
 def trained(model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures, message_of
-from frameworks import SMALL_MODEL, drawn_model, loaded_model, needs_transformers
-from operands import difference, rank_device
+from frameworks import SMALL_MODEL, drawn_model, loaded_model, needs_transformers, some_tokens
+from operands import difference
 from overlap_torch.integrations import transformers as integration
 
 pytestmark = needs_transformers
@@ -41,20 +41,16 @@ def notes_of(model) -> list[str]:
     return [line for line in overlap_torch.report(model).notes if not line.startswith("group ")]
 
 
-def tokens_of(*shape: int) -> torch.Tensor:
-    return torch.arange(torch.Size(shape).numel(), device=rank_device()).view(shape) * 7 % 60
-
-
 def decoded(model, hook=None) -> list[torch.Tensor]:
     """Logits of a prompt and of steps after it, and the tokens of greedy generation."""
     handles = [layer.register_forward_hook(hook) for layer in model.model.layers[1:] if hook]
     with torch.no_grad():
-        found = model(tokens_of(2, 5), use_cache=True)
+        found = model(some_tokens(2, 5), use_cache=True)
         logits = [found.logits]
         for step in range(3):
-            found = model(tokens_of(2, 1) + step, cache=found.cache, use_cache=True)
+            found = model(some_tokens(2, 1) + step, cache=found.cache, use_cache=True)
             logits.append(found.logits)
-        generated = model.generate(tokens_of(2, 5), max_new_tokens=4, do_sample=False)
+        generated = model.generate(some_tokens(2, 5), max_new_tokens=4, do_sample=False)
     for handle in handles:
         handle.remove()
     return [*logits, generated]
@@ -83,12 +79,12 @@ def test_fused_norms_are_the_models(failures: Failures, tmp_path, family: str) -
 def test_other_calls_run_as_the_model_says(failures: Failures, tmp_path) -> None:
     """The calls that are left, with the reason, and the bits of the model."""
     model = loaded(str(tmp_path), "llama")
-    many = tokens_of(1, 513)
+    many = some_tokens(1, 513)
     cases = (
-        ("gradients are recorded", torch.enable_grad, tokens_of(2, 5)),
-        ("torch.inference_mode", torch.inference_mode, tokens_of(2, 5)),
+        ("gradients are recorded", torch.enable_grad, some_tokens(2, 5)),
+        ("torch.inference_mode", torch.inference_mode, some_tokens(2, 5)),
         ("more than 512 rows", torch.no_grad, many),
-        ("autocast", lambda: torch.autocast(many.device.type, torch.bfloat16), tokens_of(2, 5)),
+        ("autocast", lambda: torch.autocast(many.device.type, torch.bfloat16), some_tokens(2, 5)),
     )
     for expected, context, tokens in cases:
         with torch.no_grad(), context():
@@ -106,7 +102,7 @@ def test_other_calls_run_as_the_model_says(failures: Failures, tmp_path) -> None
     failures.expect(None if not notes_of(model) else "not undone")
     wide = loaded(str(tmp_path), "llama", torch.float32)
     with torch.no_grad(), integration.fuse_norms(wide):
-        wide(tokens_of(2, 5), use_cache=False)
+        wide(some_tokens(2, 5), use_cache=False)
         notes = notes_of(wide)
     failures.holds("torch.float32, which no", notes[1], "float32")
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import overlap_torch
 from checks import Failures
-from layers import fill_with_integers, integer_linear, integers
+from layers import Linears, fill_with_integers, integer_linear, integers
 from meshes import OVERLAP, PYTORCH, cut, gathered_tokens, local_part, mesh
 from operands import difference, rank_device, world_name
 from traffic import Traffic, traffic_of
@@ -77,27 +77,21 @@ def test_collectives_of_a_layer_are_no_more_than_pytorchs(
         check_layer(failures, (ours, theirs), shape, given, wanted, distributed, local)
 
 
-class Attention(torch.nn.Module):
+class Attention(Linears):
     """Three readers of one input, and integers out."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (
-            torch.nn.Linear(width, width, bias=False, device=rank_device()) for _ in range(4)
-        )
+        super().__init__(**{name: (width, width, False) for name in ("wq", "wk", "wv", "wo")})
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         mixed = self.wq(x) * self.wk(x) + self.wv(x)
         return self.wo(mixed if scale is None else mixed * scale)
 
 
-class FeedForward(torch.nn.Module):
+class FeedForward(Linears):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.w1, self.w3 = (
-            torch.nn.Linear(width, 2 * width, device=rank_device()) for _ in range(2)
-        )
-        self.w2 = torch.nn.Linear(2 * width, width, device=rank_device())
+        wide = (width, 2 * width)
+        super().__init__(w1=wide, w3=wide, w2=wide[::-1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(functional.relu(self.w1(x)) * self.w3(x))

@@ -11,20 +11,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from checks import Failures
-from layers import fill_with_integers, integers
+from layers import Linears, fill_with_integers, integers
 from meshes import OVERLAP, PYTORCH, check_parameter_gradients, mesh
 from operands import difference, rank_device
 
 STYLES = OVERLAP[1:]
 
 
-class Block(torch.nn.Module):
+class Block(Linears):
     """Calls view() on what its layers return, as models do."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(width, hidden, device=rank_device())
-        self.down = torch.nn.Linear(hidden, width, device=rank_device())
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         hidden = self.up(input)
@@ -39,7 +34,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.checkpointed = checkpointed
         self.embedding = torch.nn.Embedding(12, 8, device=rank_device())
-        self.blocks = torch.nn.ModuleList([Block(8, 12), Block(8, 12)])
+        self.blocks = torch.nn.ModuleList([Block(up=(8, 12), down=(12, 8)) for _ in range(2)])
         self.head = torch.nn.Linear(8, 6, device=rank_device())
         fill_with_integers(self)
 

@@ -23,34 +23,21 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+import meshes
 from checks import Failures, message_of
 from grids import where_each_pair_meets
-from layers import fill_with_integers, integers
-from meshes import (
-    OVERLAP,
-    PYTORCH,
-    check_parameter_gradients,
-    cut,
-    gathered_tokens,
-    mesh,
-    whole_of,
-)
+from layers import Linears, fill_with_integers, integers
 from operands import difference, rank_device
 from rank_pool import whole_grids
 from traffic import Traffic, traffic_of
 
 
-class Reader(torch.nn.Module):
+class Reader(Linears):
     """Three readers of an input, called as `how` says. It calls view() on what it has of them, as models do."""
 
     def __init__(self, how: str = "in order") -> None:
-        super().__init__()
+        super().__init__(q=(6, 12), k=(6, 12, False), v=(6, 12), o=(12, 6))
         self.how = how
-        device = rank_device()
-        self.q = torch.nn.Linear(6, 12, device=device)
-        self.k = torch.nn.Linear(6, 12, bias=False, device=device)
-        self.v = torch.nn.Linear(6, 12, device=device)
-        self.o = torch.nn.Linear(12, 6, device=device)
         fill_with_integers(self)
 
     def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
@@ -111,14 +98,14 @@ def parallel(
     ranks: DeviceMesh | None = None,
     **options: object,
 ) -> torch.nn.Module:
-    prepare, column, row = OVERLAP
+    prepare, column, row = meshes.OVERLAP
     layouts = {"input_layouts": (given,), "desired_input_layouts": (Replicate(),), **options}
     plan = {
         "": prepare(use_local_output=local, **layouts),
         **{name: column() for name in ("q", "k", "v")},
         "o": row(output_layouts=given),
     }
-    return parallelize_module(copy.deepcopy(module), ranks or mesh(), plan)
+    return parallelize_module(copy.deepcopy(module), ranks or meshes.mesh(), plan)
 
 
 def check_against_whole(
@@ -139,18 +126,18 @@ def check_against_whole(
     expected = Around(module)(input, **others)
     gradient = integers(*expected.shape, seed=4)
     expected.backward(gradient)
-    mine = cut(input, given, distributed).clone().requires_grad_()
-    parts = {name: cut(value, given) for name, value in others.items()}
+    mine = meshes.cut(input, given, distributed).clone().requires_grad_()
+    parts = {name: meshes.cut(value, given) for name, value in others.items()}
     # The counter is a dispatch mode, beneath which PyTorch 2.14 does not compile.
     counted = contextlib.nullcontext if gathers is None else Traffic
     with counted() as forward:
         output = run(mine, **parts)
-    failures.expect(difference(output, cut(expected, given)), "output", *where)
+    failures.expect(difference(output, meshes.cut(expected, given)), "output", *where)
     with counted() as backward:
-        output.backward(cut(gradient, given))
-    right = input.grad if distributed else cut(input.grad, given)
-    failures.expect(difference(whole_of(mine.grad), right), "input's gradient", *where)
-    check_parameter_gradients(failures, model, module, *where)
+        output.backward(meshes.cut(gradient, given))
+    right = input.grad if distributed else meshes.cut(input.grad, given)
+    failures.expect(difference(meshes.whole_of(mine.grad), right), "input's gradient", *where)
+    meshes.check_parameter_gradients(failures, model, module, *where)
     if gathers is not None:
         counts = (forward.calls["all-gather"], backward.calls["reduce-scatter"])
         failures.equal(counts, (gathers, gathers), "traffic", *where)
@@ -208,8 +195,8 @@ def test_parallel_prepared_input_serves_readers_however_they_are_called(failures
                 with mode(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     input = integers(2, 12, 6, seed=3)
-                    expected = cut(module(input.clone()), Shard(1))
-                    found = model(cut(input, Shard(1)))
+                    expected = meshes.cut(module(input.clone()), Shard(1))
+                    found = model(meshes.cut(input, Shard(1)))
                     failures.expect(difference(found, expected), how, local, mode.__name__)
 
 
@@ -237,7 +224,7 @@ class Routed(Reader):
     """A part that is no layer of ours reads the input too: its gradient is whole, or a part of a sum."""
 
     def mixed(self, x, other):
-        routes = whole_of(x).sum(-1, keepdim=True)
+        routes = meshes.whole_of(x).sum(-1, keepdim=True)
         if self.how == "partial" and isinstance(x, DTensor):
             routes = x.to_local(grad_placements=[Partial()]).sum(-1, keepdim=True)
         return self.q(x) + routes, self.k(x), self.v(x)
@@ -250,33 +237,31 @@ def test_parallel_prepared_input_has_other_readers(failures: Failures) -> None:
         model = parallel(module, Shard(1), local)
         # A replicated reader's features are cut after it: each rank's gradient is a part, summed here.
         input = integers(2, 6, 6, seed=3)
-        mine = cut(input, Shard(1)).requires_grad_()
+        mine = meshes.cut(input, Shard(1)).requires_grad_()
         input.requires_grad_()
         q, k, v = module.mixed(input, None)
         q.sum().backward()
         prepared, _ = next(iter(model._forward_pre_hooks.values()))(model, (mine,), {})
         own = model.mixed(prepared[0], None)[0]
         failures.expect(
-            difference(own, q.detach().chunk(len(mesh().mesh), -1)[mesh().get_local_rank()]),
+            difference(
+                own, q.detach().chunk(len(meshes.mesh().mesh), -1)[meshes.mesh().get_local_rank()]
+            ),
             how,
         )
         grads = traffic_of(lambda: own.sum().backward())  # noqa: B023, called at once
         if how == "partial":
-            right = cut(input.grad, Shard(1))
+            right = meshes.cut(input.grad, Shard(1))
         else:  # what the routes send back is this rank's features' alone, and taken as every rank's
-            share = torch.full_like(input, 12 / len(mesh().mesh))
+            share = torch.full_like(input, 12 / len(meshes.mesh().mesh))
             products = input.grad - 12
-            right = cut(products + share, Shard(1))
+            right = meshes.cut(products + share, Shard(1))
         failures.expect(difference(mine.grad, right), how, local, "gradient")
         failures.equal(grads.calls["reduce-scatter"], 1, how, local)
 
 
-class Cubed(torch.nn.Module):
+class Cubed(Linears):
     """A reader of the input, and something else that reads it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = torch.nn.Linear(6, 4, bias=False, device=rank_device())
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.q(x), x**3
@@ -286,10 +271,10 @@ class Cubed(torch.nn.Module):
 def test_parallel_prepared_input_has_a_second_derivative_by_other_readers(
     failures: Failures,
 ) -> None:
-    plan = {"": gathered_tokens(use_local_output=True), "q": OVERLAP[1]()}
-    model = parallelize_module(Cubed(), mesh(), plan)
+    plan = {"": meshes.gathered_tokens(use_local_output=True), "q": meshes.OVERLAP[1]()}
+    model = parallelize_module(Cubed(q=(6, 4, False)), meshes.mesh(), plan)
     whole_input = integers(4, 6, seed=3)
-    mine = cut(whole_input, Shard(0)).clone().requires_grad_()
+    mine = meshes.cut(whole_input, Shard(0)).clone().requires_grad_()
     _, cubes = model(mine)
     (first,) = torch.autograd.grad(cubes.sum(), mine, create_graph=True)
     failures.expect(difference(first, 3 * mine.detach() ** 2), "first")
@@ -314,7 +299,7 @@ def test_parallel_prepared_input_does_not_outlive_its_readers(failures: Failures
             model = parallel(Watching(how), Shard(1), True)
             for parameter in model.parameters():
                 parameter.requires_grad_(False)
-            input = cut(integers(2, 6, 6, seed=3), Shard(1)).requires_grad_(grad)
+            input = meshes.cut(integers(2, 6, 6, seed=3), Shard(1)).requires_grad_(grad)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
@@ -337,17 +322,17 @@ def test_parallel_prepared_input_follows_autocast(failures: Failures) -> None:
     module = Reader()
     model = parallel(module, Shard(1), False)
     input = integers(2, 12, 6, seed=3).requires_grad_()
-    mine = cut(input, Shard(1)).requires_grad_()
+    mine = meshes.cut(input, Shard(1)).requires_grad_()
     with torch.autocast(device_type, torch.bfloat16):
         expected, output = module(input), model(mine)
     failures.equal(output.dtype, torch.bfloat16)
     # Sums of two ranks' rounded parts: a unit in the last place of bfloat16.
-    right = cut(expected, Shard(1)).detach()
+    right = meshes.cut(expected, Shard(1)).detach()
     failures.near(output.detach(), right, "output", rtol=2.0**-7, atol=2.0)
     gradient = integers(*expected.shape, seed=4).to(torch.bfloat16)
     expected.backward(gradient)
-    output.backward(cut(gradient, Shard(1)))
-    right = cut(input.grad, Shard(1))
+    output.backward(meshes.cut(gradient, Shard(1)))
+    right = meshes.cut(input.grad, Shard(1))
     failures.near(mine.grad, right, "input's gradient", rtol=0.05, atol=2.0)
     # Readers under another autocast than the module compute for themselves.
     with torch.autocast(device_type, torch.bfloat16):
@@ -370,18 +355,20 @@ def test_parallel_prepares_other_layouts_as_pytorch_does(failures: Failures) -> 
     layouts = (Replicate(), Shard(0), Shard(1), Shard(-1))
     for given, desired, local in itertools.product(layouts, layouts, (False, True)):
         results = []
-        for style in (PYTORCH[0], OVERLAP[0]):
+        for style in (meshes.PYTORCH[0], meshes.OVERLAP[0]):
             prepare = style(
                 input_layouts=(given, None),
                 desired_input_layouts=(desired, None),
                 use_local_output=local,
             )
-            input = cut(integers(6, 12, 6, seed=3), given).requires_grad_()
-            x, y = parallelize_module(Probe(), mesh(), prepare)(input, "something")
+            input = meshes.cut(integers(6, 12, 6, seed=3), given).requires_grad_()
+            x, y = parallelize_module(Probe(), meshes.mesh(), prepare)(input, "something")
             gradient = integers(*x.shape, seed=4)
-            x.backward(gradient if local else distribute_tensor(gradient, mesh(), x.placements))
+            x.backward(
+                gradient if local else distribute_tensor(gradient, meshes.mesh(), x.placements)
+            )
             placements = x.placements if isinstance(x, DTensor) else None
-            results.append((placements, y, whole_of(x.detach()), input.grad))
+            results.append((placements, y, meshes.whole_of(x.detach()), input.grad))
         (*kinds, right, grad), (*other_kinds, found, found_grad) = results
         where = (given, "to", desired, local)
         failures.equal(kinds, other_kinds, *where)
@@ -395,7 +382,7 @@ def test_parallel_prepared_input_works_beside_fsdp(
     failures: Failures, layers: tuple[str, ...]
 ) -> None:
     """FSDP2 over dp, of the module or of a reader too: the gradients are means over dp."""
-    grid = mesh(2, dist.get_world_size() // 2)
+    grid = meshes.mesh(2, dist.get_world_size() // 2)
     module = Reader()
     model = parallel(module, Shard(1), False, grid["tp"])
     for name in layers:
@@ -422,7 +409,7 @@ def test_parallel_prepared_input_changed_behind_its_readers_is_refused(failures:
 
     def step(given: Placement, local: bool) -> None:
         model = parallel(Changing(), given, local)
-        input = cut(integers(6, 12, 6, seed=3), given).requires_grad_()
+        input = meshes.cut(integers(6, 12, 6, seed=3), given).requires_grad_()
         model(2 * input).sum().backward()
 
     for given, local in itertools.product((Shard(0), Shard(1)), (False, True)):
@@ -436,5 +423,5 @@ def test_parallel_prepared_input_changed_in_place_is_refused_when_compiled(
     model = parallel(Reader("in place"), Shard(1), False)
     run = torch.compile(Around(model), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        said = message_of(run, cut(integers(2, 6, 6, seed=3), Shard(1)))
+        said = message_of(run, meshes.cut(integers(2, 6, 6, seed=3), Shard(1)))
     failures.expect(None if said else "no error")

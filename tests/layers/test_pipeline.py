@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import overlap_torch
 from checks import Failures, close
-from layers import fill_with_integers, integers
+from layers import Linears, fill_with_integers, integers
 from meshes import gathered_tokens, mesh, whole_of
 from operands import difference, rank_device
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
@@ -46,15 +46,12 @@ KINDS = (
 )
 
 
-class Gated(torch.nn.Module):
+class Gated(Linears):
     """A stage, whose outputs and gradients stay small integers; `reads_up` False: nobody uses a second layer's output."""
 
     def __init__(self, reads_up: bool = True) -> None:
-        super().__init__()
-        device, hidden = rank_device(), 2 * FEATURES
-        self.gate = torch.nn.Linear(FEATURES, hidden, device=device)
-        self.up = torch.nn.Linear(FEATURES, hidden, bias=False, device=device)
-        self.down = torch.nn.Linear(hidden, FEATURES, device=device)
+        wide = (FEATURES, 2 * FEATURES)
+        super().__init__(gate=wide, up=(*wide, False), down=wide[::-1])
         self.reads_up = reads_up
 
     def gate_and_up(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

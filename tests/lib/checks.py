@@ -12,6 +12,7 @@ from operands import Case, difference, from_all_ranks, poison, rank_device, worl
 from ops import OPS, map_tensors, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Plan
+from overlap_torch.plan._library import plan_of
 
 
 class Failures:
@@ -151,17 +152,7 @@ def check_plan(
 ) -> None:
     """Calls under the plan, the first of them watched: it must have communicated the plan's chunks, each once."""
     with plan_module.use_plan(plan, group=group):
-        problem = plan.problem
-        now = plan_module.plan_for(
-            problem.m,
-            problem.n,
-            problem.k,
-            problem.dtype,
-            device=rank_device(),
-            group=group,
-            op=problem.op,
-        )
-        failures.equal(now, plan, *where, case)
+        failures.equal(plan_of(plan.problem, rank_device(), group), plan, *where, case)
         with overlap_torch.trace() as traced:
             check_call(failures, case, *where, seed=1, group=group, op=op)
         seen = sorted(chunk.index for call in traced.calls for chunk in call.chunks)

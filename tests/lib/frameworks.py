@@ -70,6 +70,11 @@ def loaded_model(folder: str | Path, plan: object = "auto", fsdp_size: int = 1, 
         return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
 
 
+def some_tokens(*shape: int) -> torch.Tensor:
+    """Ids that the small model knows, the same on all ranks."""
+    return torch.arange(torch.Size(shape).numel(), device=rank_device()).view(shape) * 7 % 60
+
+
 needs_transformers = needs("transformers", transformers.RELEASES, "transformers")
 needs_megatron = needs("megatron-core", ("0.19",), "megatron")
 needs_torchtitan = needs("torchtitan", ("0.3",), "torchtitan")

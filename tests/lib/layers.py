@@ -35,6 +35,15 @@ def fill_with_integers(module: torch.nn.Module) -> None:
             parameter.copy_(integers(*parameter.shape, seed=100 + seed))
 
 
+class Linears(torch.nn.Module):
+    """Linear layers by name, of these in and out features, without a bias where the third value is False."""
+
+    def __init__(self, **sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            self.add_module(name, torch.nn.Linear(*size, device=rank_device()))
+
+
 class GatedMlp(torch.nn.Module):
     def __init__(self, width: int, hidden: int, bias: bool) -> None:
         super().__init__()

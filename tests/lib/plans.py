@@ -2,14 +2,7 @@
 
 from operands import Case, rank_device
 from ops import OPS
-from overlap_torch.plan import Machine, Plan, Problem, machine
-from overlap_torch.plan.templates import (
-    hierarchical,
-    make_all_to_all,
-    make_sequential,
-    packed,
-    row_panels,
-)
+from overlap_torch.plan import Machine, Plan, Problem, machine, templates
 from overlap_torch.plan.types import Kernel, Op, Resources, Transport
 
 HOPPER_KERNELS = [Kernel.SM90_PINGPONG, Kernel.SM90_COOPERATIVE, Kernel.SM90_PINGPONG_WIDE]
@@ -30,7 +23,7 @@ def peers_work() -> bool:
 def sequential_plan(case: Case, world: int, device_type: str, op: str = "gemm_allreduce") -> Plan:
     # arch 0 is the CPU; a plan over NCCL needs any other.
     machine = Machine(arch=0 if device_type == "cpu" else 80)
-    return make_sequential(OPS[op].problem(case, world), machine)
+    return templates.make_sequential(OPS[op].problem(case, world), machine)
 
 
 def _thirds(total: int, grain: int) -> list[list[int]]:
@@ -58,13 +51,13 @@ def overlapped_plans(
     if problem.op == Op.GEMM_ALLTOALL:
         return [("all to all", _all_to_all(problem, kernel, transport, **resources))]
     options = {"kernel": kernel, "tile": tile, "transport": transport, **resources}
-    whole = row_panels(problem, 1, **options)
+    whole = templates.row_panels(problem, 1, **options)
     grain = whole.cluster_m
     rows = whole.tiles_m // problem.row_parts
     plans = [("1 row panel", whole)]
     for heights in [*_thirds(rows, grain), max(1, min(rows // grain, 20))]:
         for band_rows in (grain, 3 * grain):
-            plan = row_panels(problem, heights, band_rows=band_rows, **options)
+            plan = templates.row_panels(problem, heights, band_rows=band_rows, **options)
             plans.append((f"row panels {heights}, bands of {band_rows}", plan))
     if device_type == "cpu":
         plans += stripes(problem, "gloo", tile)
@@ -74,10 +67,10 @@ def overlapped_plans(
     tiles = rows * whole.tiles_n
     for sizes in [1, *_thirds(tiles, 1), min(tiles, 20)]:
         for band_rows in (grain, 3 * grain, rows):
-            plan = packed(problem, sizes, band_rows=band_rows, **options)
+            plan = templates.packed(problem, sizes, band_rows=band_rows, **options)
             plans.append((f"packed {sizes}, bands of {band_rows}", plan))
         if device_type == "cuda" and world == 2:
-            plan = packed(problem, sizes, collective="exchange", **options)
+            plan = templates.packed(problem, sizes, collective="exchange", **options)
             plans.append((f"exchange {sizes}", plan))
     return plans
 
@@ -89,9 +82,9 @@ def stripes(
     if problem.op not in (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER):
         return []
     options = {"transport": transport, "tile": tile, "collective": "stripes"}
-    rows = row_panels(problem, 1, **options).tiles_m // problem.world_size
+    rows = templates.row_panels(problem, 1, **options).tiles_m // problem.world_size
     return [
-        (f"stripes {cut}", row_panels(problem, cut, **options))
+        (f"stripes {cut}", templates.row_panels(problem, cut, **options))
         for cut in [1, *_thirds(rows, 1), min(rows, 20)]
     ]
 
@@ -103,7 +96,7 @@ def hierarchies(
     options["window"] = False
     hosts = [n for n in range(1, problem.world_size) if problem.world_size % n == 0]
     return [
-        (f"hosts of {ranks}, {cut}", hierarchical(problem, ranks, cut, **options))
+        (f"hosts of {ranks}, {cut}", templates.hierarchical(problem, ranks, cut, **options))
         for ranks in hosts
         for cut in [1, *_thirds(rows, grain)]
     ]
@@ -112,7 +105,7 @@ def hierarchies(
 def _all_to_all(problem: Problem, kernel: Kernel, transport: str, **resources: object) -> Plan:
     resources = dict(resources)
     max_ctas = resources.pop("max_ctas", 0)
-    return make_all_to_all(
+    return templates.make_all_to_all(
         problem, kernel, Resources(**resources), max_ctas, Transport.__members__[transport.upper()]
     )
 
@@ -140,12 +133,14 @@ def chunked_plan(
     if problem.op == Op.GEMM_ALLTOALL:
         return _all_to_all(problem, kernel, transport, **resources)
     options = {"kernel": kernel, "tile": tile, "transport": transport, **resources}
-    whole = row_panels(problem, 1, **options)
+    whole = templates.row_panels(problem, 1, **options)
     if peers and problem.op != Op.ALLGATHER_GEMM:
         return whole  # a ring has no chunks
     if layout in ("row panels", "peers"):
         rows = whole.tiles_m // (world if peers else problem.row_parts)
-        return row_panels(problem, max(1, min(chunks, rows // whole.cluster_m)), **options)
+        return templates.row_panels(
+            problem, max(1, min(chunks, rows // whole.cluster_m)), **options
+        )
     if layout == "exchange" and world == 2:
         options["collective"] = "exchange"
-    return packed(problem, min(chunks, whole.tiles_m * whole.tiles_n), **options)
+    return templates.packed(problem, min(chunks, whole.tiles_m * whole.tiles_n), **options)

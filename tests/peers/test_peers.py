@@ -11,6 +11,7 @@ from machines import over_peers
 from operands import Case, rank_device, world_name
 from ops import OPS
 from overlap_torch import plan as plan_module
+from overlap_torch.plan._library import plan_of
 from overlap_torch.plan.templates import at_once, make_all_to_all, row_panels
 from overlap_torch.plan.types import Kernel, Resources, Transport
 from peer_races import Runner, race, so_many_calls
@@ -196,8 +197,7 @@ def test_peers_are_not_used_if_one_rank_forbids_it(failures: Failures) -> None:
     failures.equal(plan_module.machine().peer_gbps, 0.0)
     for op in [*peers.PEER_OPS[:3], "gemm_alltoall"]:
         problem = OPS[op].problem(peers.peer_case(op, 8192, 8192, 7168, torch.bfloat16), 2)
-        sizes = (problem.m, problem.n, problem.k)
-        plan = plan_module.plan_for(*sizes, problem.dtype, op=problem.op)
+        plan = plan_of(problem, None, None)
         failures.expect(f"plan_for says {plan}" if over_peers(plan) else None, op)
         case = peers.peer_case(op, 2048, 1024, 512, torch.bfloat16)
         for seed in range(3):

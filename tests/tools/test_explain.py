@@ -13,17 +13,9 @@ from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch.__main__ import main
 from overlap_torch._tools import explain
-from overlap_torch.plan import Machine, Plan
+from overlap_torch.plan import Machine, Plan, templates
 from overlap_torch.plan._explain import H200
 from overlap_torch.plan._picture import draw, tile_map, walk
-from overlap_torch.plan.templates import (
-    at_once,
-    make_all_to_all,
-    make_plan,
-    make_sequential,
-    packed,
-    row_panels,
-)
 from overlap_torch.plan.types import Kernel, Op, Resources
 
 PEERS, WINDOWS = KINDS["peers"], KINDS["windows"]
@@ -31,7 +23,7 @@ PEERS, WINDOWS = KINDS["peers"], KINDS["windows"]
 
 def panels(chunks: int = 4, **options: object) -> Plan:
     options = {"kernel": "sm90_pingpong", "comm_sms": 16, "max_ctas": 8, "lanes": 2, **options}
-    return row_panels(big(), chunks, **options)
+    return templates.row_panels(big(), chunks, **options)
 
 
 @pytest.mark.parametrize("machine", [PEERS, WINDOWS, slow(), cpu()], ids=str)
@@ -67,28 +59,28 @@ def test_explain_says_what_a_call_holds() -> None:
     product = 8192 * 8192 * 2
     assert held(panels(4)) == {"counters": 4 * 4}  # all-reduced in the output
     assert held(panels(4, window=True)) == {"window": product, "counters": 4 * 4}
-    exchange = packed(
+    exchange = templates.packed(
         big(), 8, collective="exchange", kernel="sm90_pingpong", comm_sms=16, max_ctas=8
     )
     assert held(exchange) == {"staging": 2 * product, "counters": 4 * 8}
-    assert held(make_sequential(big(), PEERS)) == {"product": product}
+    assert held(templates.make_sequential(big(), PEERS)) == {"product": product}
     # A ring's slot: the partial sums of all phases but the last, and of an all-reduce all finished parts.
-    ring = row_panels(big(), 1, kernel="sm90_pingpong", transport="peer")
+    ring = templates.row_panels(big(), 1, kernel="sm90_pingpong", transport="peer")
     assert held(ring) == {"slots": 2 * (product // 2 + product)}
     gather = big(op=Op.ALLGATHER_GEMM, world_size=4)
-    pushed = row_panels(gather, 1, kernel="sm90_pingpong", transport="peer", comm_sms=2)
+    pushed = templates.row_panels(gather, 1, kernel="sm90_pingpong", transport="peer", comm_sms=2)
     assert held(pushed) == {"slots": 2 * 8192 * 7168 * 2}
     assert "slots        224.0 MiB" in str(pushed.explain(PEERS))
 
 
 def test_explain_says_why_it_is_the_planners_choice() -> None:
-    plan = make_plan(big(), PEERS)
+    plan = templates.make_plan(big(), PEERS)
     told = plan.explain(PEERS)
     us = told.expected.total_us
     assert plan.schedule == plans.types.Schedule.OVERLAPPED
     assert told.why.startswith(f"the best of {len(plans.candidates(big(), PEERS))} candidates: ")
     assert f"{told.sequence_us / us:.2f}x the sequence, {told.sequence_us:.1f} us" in told.why
-    sequence = make_sequential(big(), PEERS)
+    sequence = templates.make_sequential(big(), PEERS)
     _, next_us = next(one for one in told.others if one[0] != sequence)
     assert f"takes {next_us:.1f} us, {next_us / us - 1:+.1%}" in told.why
     assert f"to take less than {0.97 * told.sequence_us - 8:.1f} us" in told.why
@@ -96,8 +88,8 @@ def test_explain_says_why_it_is_the_planners_choice() -> None:
 
 def test_explain_says_why_the_sequence_is_the_planners_choice() -> None:
     machine, problem = hopper(link_gbps=61.0), big(m=512, n=1024, k=1024)
-    sequence = make_sequential(problem, machine)
-    assert make_plan(problem, machine) == sequence
+    sequence = templates.make_sequential(problem, machine)
+    assert templates.make_plan(problem, machine) == sequence
     told = sequence.explain(machine)
     best, us = told.others[0]
     share, margin = _plan.needed_gain(best, machine)
@@ -106,7 +98,7 @@ def test_explain_says_why_the_sequence_is_the_planners_choice() -> None:
     assert told.why.startswith(f"the sequence, out of {len(told.others) + 1} candidates: ")
     assert f"is expected to take {us:.1f} us" in told.why
     assert told.why.endswith(f"less than {share * told.sequence_us - margin:.1f}")
-    alone = make_sequential(big(world_size=1), machine).explain(machine)
+    alone = templates.make_sequential(big(world_size=1), machine).explain(machine)
     assert alone.why.startswith("there is nothing to overlap")
     assert alone.others == ()
 
@@ -114,7 +106,7 @@ def test_explain_says_why_the_sequence_is_the_planners_choice() -> None:
 def test_explain_says_what_the_planner_would_take_in_place_of_a_plan_by_hand() -> None:
     plan = panels(3, max_ctas=3)
     told = plan.explain(PEERS)
-    chosen = plans.predict(make_plan(big(), PEERS), PEERS).total_us
+    chosen = plans.predict(templates.make_plan(big(), PEERS), PEERS).total_us
     assert told.why.startswith("set by hand; ")
     assert told.why.endswith(
         f"the planner would take ring over peer, sm90_pingpong_wide, 1 chunk, {chosen:.1f} us"
@@ -124,7 +116,9 @@ def test_explain_says_what_the_planner_would_take_in_place_of_a_plan_by_hand() -
 
 def test_explain_of_an_all_to_all_takes_its_rows() -> None:
     problem = big(n=4096, k=4096, op=Op.GEMM_ALLTOALL)
-    plan = make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(comm_sms=24), 24, "nccl")
+    plan = templates.make_all_to_all(
+        problem, Kernel.SM90_PINGPONG, Resources(comm_sms=24), 24, "nccl"
+    )
     told = plan.explain(WINDOWS, send_rows=[4096, 2048], receive_rows=[4096, 1024])
     (message,) = [step for step in told.steps if step.kind == "send_receive"]
     assert message.words.startswith("send 16.0 MiB, receive 8.0 MiB, 24 CTAs")
@@ -147,13 +141,13 @@ def test_explain_refuses_what_cannot_run() -> None:
 
 MAPPED = {
     "panels": (panels(4), WINDOWS),
-    "exchange": (packed(big(m=1000, n=1000), [40, 24], collective="exchange", kernel="sm90_pingpong", comm_sms=16), WINDOWS),
-    "scatter": (row_panels(big(m=2000, op=Op.GEMM_REDUCESCATTER), [6, 2], kernel="sm90_pingpong", comm_sms=16), WINDOWS),
-    "gather": (row_panels(big(m=2048, world_size=4, op=Op.ALLGATHER_GEMM), 2, kernel="sm90_pingpong", comm_sms=16), WINDOWS),
-    "ring": (row_panels(big(), 1, kernel="sm90_pingpong", transport="peer"), PEERS),
-    "direct": (at_once(big(m=512), kernel="sm90_pingpong"), PEERS),
-    "sequence": (make_sequential(big(), PEERS), PEERS),
-    "cpu": (row_panels(big(m=2048, n=2048), 4, transport="gloo"), cpu()),
+    "exchange": (templates.packed(big(m=1000, n=1000), [40, 24], collective="exchange", kernel="sm90_pingpong", comm_sms=16), WINDOWS),
+    "scatter": (templates.row_panels(big(m=2000, op=Op.GEMM_REDUCESCATTER), [6, 2], kernel="sm90_pingpong", comm_sms=16), WINDOWS),
+    "gather": (templates.row_panels(big(m=2048, world_size=4, op=Op.ALLGATHER_GEMM), 2, kernel="sm90_pingpong", comm_sms=16), WINDOWS),
+    "ring": (templates.row_panels(big(), 1, kernel="sm90_pingpong", transport="peer"), PEERS),
+    "direct": (templates.at_once(big(m=512), kernel="sm90_pingpong"), PEERS),
+    "sequence": (templates.make_sequential(big(), PEERS), PEERS),
+    "cpu": (templates.row_panels(big(m=2048, n=2048), 4, transport="gloo"), cpu()),
 }  # fmt: skip
 
 
@@ -222,7 +216,7 @@ def test_plan_plot_writes_a_file(tmp_path, suffix: str) -> None:
 def test_plan_plot_of_an_all_to_all_has_no_tiles() -> None:
     pytest.importorskip("matplotlib")
     problem = big(n=4096, k=4096, op=Op.GEMM_ALLTOALL)
-    plan = make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(), 24, "peer")
+    plan = templates.make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(), 24, "peer")
     figure = draw(plan, PEERS, [[4096, 2048], [1024, 4096]])
     assert len(figure.axes) == 1
 
@@ -238,7 +232,7 @@ def test_explain_command_prints_the_planners_plan(op: str, capsys) -> None:
     assert main(["explain", "--op", op, *rows, "--machine", "h200"]) == 0
     m = 0 if op == "gemm_alltoall" else 8192
     counts = [4096, 4096] if op == "gemm_alltoall" else []
-    plan = make_plan(big(m=m, op=Op.__members__[op.upper()]), H200)
+    plan = templates.make_plan(big(m=m, op=Op.__members__[op.upper()]), H200)
     told = plan.explain(H200, send_rows=counts, receive_rows=counts)
     assert math.isfinite(told.expected.total_us)
     assert capsys.readouterr().out == f"{told}\n"

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 import overlap_torch
 import rank_pool
 from checks import Failures
+from layers import Linears
 from meshes import gathered_tokens
 from overlap_torch import parallel, plan
 from overlap_torch._watch import report
@@ -178,13 +179,8 @@ def test_report_finds_the_layers_of_calls_that_were_not_noted(failures: Failures
     expect([shared, ("", "", "gemm_allreduce", 5, 3, 4, 1)], pair, "together")
 
 
-class Readers(torch.nn.Module):
+class Readers(Linears):
     """Two layers that read one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = torch.nn.Linear(8, 20)
-        self.k = torch.nn.Linear(8, 6)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.q(input).sum() + self.k(input).sum()
@@ -193,7 +189,7 @@ class Readers(torch.nn.Module):
 @pytest.mark.ranks((2, "gloo"))
 def test_report_names_all_layers_that_share_a_gather(failures: Failures) -> None:
     group = own_group()
-    model = torch.nn.ModuleDict({"attention": Readers()})
+    model = torch.nn.ModuleDict({"attention": Readers(q=(8, 20), k=(8, 6))})
     styles = {
         "attention": gathered_tokens(),
         "attention.q": OverlapColwiseParallel(),
