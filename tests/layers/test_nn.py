@@ -189,6 +189,7 @@ def bad_calls() -> list[tuple[Callable[[], object], tuple[str, ...]]]:
     linears = [torch.nn.Linear(size, 4, device="meta") for size in (6, 8)]
     one, cut = (column(12, 7, sequence_parallel=cut, device=device) for cut in (False, True))
     several, rows = column(6, (4, 2), device=device), row(12, 7, device=device)
+    other_shape = {**several.state_dict(), "weights.1": torch.zeros(5, 7)}
     return [
         (lambda: rows(ones(3, 5, device=device)), ("(3, 5)", " 6 ")),
         (lambda: rows(ones(3, 12, device=device)), ("(3, 12)", " 6 ")),
@@ -207,6 +208,7 @@ def bad_calls() -> list[tuple[Callable[[], object], tuple[str, ...]]]:
         (lambda: row(6, (4, 2)), ("integer",)),
         (lambda: several(ones(3, 5, device=device)), ("(3, 5)",)),
         (lambda: several(ones(3, 6, device=device), 3), ("sequence_parallel",)),
+        (lambda: several.load_state_dict(other_shape), ("size mismatch for weights.1",)),
     ]
 
 

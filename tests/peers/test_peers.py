@@ -226,3 +226,9 @@ def test_peers_are_not_used_where_nccl_must_not_use_them(failures: Failures) -> 
 @pytest.mark.fresh(environment={"NCCL_P2P_DISABLE": "1", "OVERLAP_PEERS": "1"})
 def test_peers_are_used_where_only_nccl_must_not(failures: Failures) -> None:
     expect_transport(failures, True)
+
+
+@pytest.mark.ranks((2, "nccl"))
+@pytest.mark.fresh(environment={"OVERLAP_PEERS": "perhaps"})
+def test_peers_setting_is_0_or_1(failures: Failures) -> None:
+    failures.raises("OVERLAP_PEERS is 'perhaps'; it must be 0 or 1", plan_module.machine)

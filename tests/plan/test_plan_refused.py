@@ -294,6 +294,7 @@ CALLS = [
         if (op, empty, kernel) != (types.Op.GEMM_ALLREDUCE, "k", "library")  # the caller gives the product
     ],
     (lambda: at_once(problem(), kernel="fast"), "Kernel is 'fast', allowed are library, sm80, "),
+    (lambda: packed(problem(world=3), 2, collective="exchange"), "exchange with world_size = 3, allowed is 2"),
     *[
         (partial(packed, problem(op, 3, 96, n=8, k=8, dtype=types.DType.FLOAT32), 1, tile=(8, 8)), f"plan of {op.name.lower()} has the layout packed")
         for op in OPS[1:]
