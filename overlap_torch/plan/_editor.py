@@ -70,7 +70,8 @@ class Editor:
         problem: of 2 to 8 ranks, or up to 16 on several hosts. ``allgather_gemm`` and ``gemm_alltoall`` compute by
             ``library``.
         tile, kernel, transport: as in :func:`row_panels`.
-        comm_sms, max_ctas: as in :func:`row_panels`. Copy engines move data over ``peer``, and take no SM.
+        comm_sms, max_ctas: as in :func:`row_panels`. Copy engines move data over ``peer`` and take no SM; additions are
+            kernels, which need SMs.
         ranks_per_host: how many ranks of each host map each other's memory; over ``peer`` NCCL's messages go between hosts.
 
     Raises:
