@@ -137,6 +137,11 @@ def note_fallback(module: torch.nn.Module, why: str) -> None:
     module.__dict__[_FALLBACK] = why
 
 
+def remove_fallback(module: torch.nn.Module) -> None:
+    """Removes that note, if there is one, after a call that was not left to another layer."""
+    module.__dict__.pop(_FALLBACK, None)
+
+
 def note_foreign(module: torch.nn.Module, weight: torch.Tensor) -> None:
     """Notes that no op takes a weight of this class."""
     if not is_compiling():

@@ -14,23 +14,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import spmd_types
 import torch
 from torch.distributed.tensor import DTensor
-from torchtitan.config.override import derive, override
-from torchtitan.distributed.utils import get_spmd_backend
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from overlap_torch._moe.activation import Gate
 from overlap_torch._moe.functions import Route, moe, moe_combine, moe_dispatch
-from overlap_torch._watch.report import note_fallback
+from overlap_torch._watch.report import note_fallback, remove_fallback
 from overlap_torch.integrations._release import require
 
-__all__ = ["OverlapRoutedExperts", "OverlapTokenDispatcher", "routed_experts", "token_dispatcher"]
-
 require("torchtitan", ("0.3",), "torchtitan")
+
+import spmd_types  # noqa: E402
+from torchtitan.config.override import derive, override  # noqa: E402
+from torchtitan.distributed.utils import get_spmd_backend  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts  # noqa: E402
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  # noqa: E402
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts  # noqa: E402
+
+__all__ = ["OverlapRoutedExperts", "OverlapTokenDispatcher", "routed_experts", "token_dispatcher"]
 
 
 class OverlapTokenDispatcher(AllToAllTokenDispatcher):
@@ -103,6 +104,8 @@ _OPERANDS: dict[type, Callable[[Any], dict[str, Any]]] = {
     GptOssGroupedExperts: _gpt_oss_operands,
 }
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
 
 def _local(value: Any) -> Any:
     """This rank's part of a parameter, or of each of a pair, in bfloat16, in which torchtitan's experts compute."""
@@ -140,6 +143,8 @@ class OverlapRoutedExperts(RoutedExperts):
             return super().forward(
                 x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
             )
+        if not torch.compiler.is_compiling():
+            remove_fallback(self)
         experts, dispatcher = self.inner_experts, self.token_dispatcher
         operands = _OPERANDS[type(experts)](experts)
         return moe(
@@ -160,7 +165,7 @@ class OverlapRoutedExperts(RoutedExperts):
             return "they are not divided among ranks"
         if x.dtype != torch.bfloat16:
             return f"tokens are {x.dtype}"
-        if experts._forward_pre_hooks or experts._forward_hooks:
+        if any(getattr(experts, name) for name in _HOOKS):
             return "they have hooks"
         return "spmd_types checks types" if _type_checks() else ""
 

@@ -219,6 +219,13 @@ def test_torchtitan_experts_are_torchtitans(failures: Failures) -> None:
                 failures.equal((called > 0, reasons(ours)), (True, []), how, *where)
 
 
+def hooked(module: torch.nn.Module, register: str) -> list[str]:
+    """Registers a hook by the module's method of this name, and returns the list to which each of its calls adds the name."""
+    fired: list[str] = []
+    getattr(module, register)(lambda *_: fired.append(register))
+    return fired
+
+
 def test_torchtitan_experts_left_to_torchtitan(failures: Failures) -> None:
     """The experts' own forward runs, with the reason in the report and torchtitan's results; other dispatchers stay."""
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
@@ -229,10 +236,14 @@ def test_torchtitan_experts_left_to_torchtitan(failures: Failures) -> None:
     class Other(GroupedExperts):
         pass
 
-    for why, dtype, ep in (
+    hooks = "they have hooks"
+    for why, dtype, ep, *register in (
         ("tokens are torch.float32", torch.float32, 2),
         ("Other with OverlapTokenDispatcher", torch.bfloat16, 2),
-        ("they have hooks", torch.bfloat16, 2),
+        (hooks, torch.bfloat16, 2, "register_forward_pre_hook"),
+        (hooks, torch.bfloat16, 2, "register_forward_hook"),
+        (hooks, torch.bfloat16, 2, "register_full_backward_pre_hook"),
+        (hooks, torch.bfloat16, 2, "register_full_backward_hook"),
         ("they are not divided among ranks", torch.bfloat16, 1),
         ("spmd_types checks types", torch.bfloat16, 2),
     ):
@@ -240,19 +251,29 @@ def test_torchtitan_experts_left_to_torchtitan(failures: Failures) -> None:
             ours = experts_of("swiglu", dtype, dims)
             if why.startswith("Other"):
                 ours.inner_experts.__class__ = Other
-            if why.endswith("hooks"):
-                ours.inner_experts.register_forward_hook(lambda *_: None)
+            fired = [hooked(ours.inner_experts, name) for name in register]
             own = own_results("swiglu", dtype, dims)
             how = "type checks" if "types" in why else "eager"
-            called = check_experts(failures, ours, dtype, own, how, why)
+            called = check_experts(failures, ours, dtype, own, how, why, *register)
         right = (0, [f"torchtitan's own experts: {why}"])
-        failures.equal((called, reasons(ours)), right, why)
+        failures.equal((called, reasons(ours)), right, why, *register)
+        failures.equal(fired, [[name] for name in register], "hook's calls", *register)
     sizes = {"num_experts": EXPERTS, "top_k": CHOICES}
     inner = GroupedExperts.Config(dim=D, hidden_dim=INNER, num_experts=EXPERTS)
     config = RoutedExperts.Config(
         inner_experts=inner, token_dispatcher=LocalTokenDispatcher.Config(**sizes)
     )
     failures.expect(None if routed_experts(config) is config else "replaced", "other dispatchers")
+
+
+def test_torchtitan_experts_forget_an_earlier_reason(failures: Failures) -> None:
+    """A call that runs `moe` removes the reason of an earlier call that did not."""
+    left = ["torchtitan's own experts: tokens are torch.float32"]
+    with meshes("spmd_types") as dims:
+        ours = experts_of("swiglu", torch.bfloat16, dims)
+        for dtype, right in ((torch.float32, left), (torch.bfloat16, [])):
+            expert_results(ours, dtype)
+            failures.equal(reasons(ours), right, dtype)
 
 
 @pytest.mark.fresh()  # FSDP takes one layout of the ranks in a process
