@@ -15,13 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import spmd_types
 import torch
-from spmd_types.runtime import get_partition_spec
 from torch.nn.attention.flex_attention import BlockMask
-from torchtitan.config.override import derive, override
-from torchtitan.distributed.utils import get_spmd_backend
-from torchtitan.models.common.attention import FlexAttention
 
 from overlap_torch._attention.cuts import Documents
 from overlap_torch._attention.functions import context_parallel_attention
@@ -30,9 +25,15 @@ from overlap_torch._ops.group import Group, group_name, group_rank, world_size
 from overlap_torch.integrations._masks import closure_of, refuse
 from overlap_torch.integrations._release import require
 
-__all__ = ["OverlapFlexAttention", "flex_attention"]
-
 require("torchtitan", ("0.3",), "torchtitan")
+
+import spmd_types  # noqa: E402
+from spmd_types.runtime import get_partition_spec  # noqa: E402
+from torchtitan.config.override import derive, override  # noqa: E402
+from torchtitan.distributed.utils import get_spmd_backend  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention  # noqa: E402
+
+__all__ = ["OverlapFlexAttention", "flex_attention"]
 
 _refuse = functools.partial(
     refuse, "torchtitan", "causal masks and packed documents of one sequence"
