@@ -34,6 +34,9 @@ def scale_shapes(recipe: str, rows: int, n: int, k: int) -> tuple[tuple[int, ...
     }[recipe]
 
 
+PLAIN = (None, None, None)  # :func:`numbers` of operands without scales
+
+
 def numbers(
     recipe_input: ScalingType | None,
     recipe_weight: ScalingType | None,
