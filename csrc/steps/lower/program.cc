@@ -13,7 +13,6 @@
 //
 // An all-gather computes its own rows first, and others once all transfers that write them have arrived.
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
 #include "steps/lower/program_builder.h"
