@@ -190,6 +190,6 @@ def allgather_gemm(
         op, scale_weight = _op_scaled_weights, list(scale_weight)
     return op.call(
         group, input, weight, scale_input, scale_weight, bias,
-        *scaled.numbers(recipe_input, recipe_weight, output_dtype), use_fast_accum,
+        *scaled.numbers(scale_input, recipe_input, recipe_weight, output_dtype), use_fast_accum,
         shared_scale_input,
     )  # fmt: skip

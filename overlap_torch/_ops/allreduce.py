@@ -84,10 +84,7 @@ def gemm_allreduce(
     The technique: GEMM tiles signal counters that communication waits for, FlashOverlap (arXiv 2504.19519) and Flux
     (arXiv 2406.06858).
     """
-    how = scaled.PLAIN
-    if scale_input is not None or recipe_input is not None or recipe_weight is not None:
-        how = scaled.numbers(recipe_input, recipe_weight, output_dtype)
     return _op.call(
         group, input, weight, bias, scale_input, scale_weight, invariance,
-        *how, use_fast_accum,
+        *scaled.numbers(scale_input, recipe_input, recipe_weight, output_dtype), use_fast_accum,
     )  # fmt: skip

@@ -81,10 +81,7 @@ def gemm_alltoall(
             not fit, or an unknown group.
         RuntimeError: with ``OVERLAP_DEBUG=1`` also ranks that disagree about the counts.
     """
-    how = scaled.PLAIN
-    if scale_input is not None or recipe_input is not None or recipe_weight is not None:
-        how = scaled.numbers(recipe_input, recipe_weight, output_dtype)
     return _op.call(
         group, input, weight, send_rows, recv_rows, bias, scale_input, scale_weight,
-        *how, use_fast_accum,
+        *scaled.numbers(scale_input, recipe_input, recipe_weight, output_dtype), use_fast_accum,
     )  # fmt: skip

@@ -98,7 +98,8 @@ def _compose(mode: Any, op: torch._ops.OpOverload, types: Any, args: Any, kwargs
     name, overload = op._schema.name.partition("::")[2], op._schema.overload_name
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if any([given.pop(key, None) is not None for key in _OF_SCALES]):
+    of_scales = [given.pop(key, None) for key in _OF_SCALES]
+    if any(one is not None for one in of_scales):
         raise NotImplementedError(
             f"{name}: operands with scales cannot be LocalTensors; take operands without scales, or leave LocalTensorMode"
         )

@@ -76,10 +76,7 @@ def gemm_reducescatter(
         ValueError: D0 is not divisible by the world size, no such ``dim``, shapes or devices do not fit, or an unknown
             ``invariance`` or group.
     """
-    how = scaled.PLAIN
-    if scale_input is not None or recipe_input is not None or recipe_weight is not None:
-        how = scaled.numbers(recipe_input, recipe_weight, output_dtype)
     return _op.call(
         group, input, weight, bias, scale_input, scale_weight, dim, invariance,
-        *how, use_fast_accum,
+        *scaled.numbers(scale_input, recipe_input, recipe_weight, output_dtype), use_fast_accum,
     )  # fmt: skip

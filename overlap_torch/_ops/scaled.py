@@ -34,15 +34,15 @@ def scale_shapes(recipe: str, rows: int, n: int, k: int) -> tuple[tuple[int, ...
     }[recipe]
 
 
-PLAIN = (None, None, None)  # :func:`numbers` of operands without scales
-
-
 def numbers(
+    scale_input: torch.Tensor | None,
     recipe_input: ScalingType | None,
     recipe_weight: ScalingType | None,
     output_dtype: torch.dtype | None,
 ) -> tuple[Any, ...]:
-    """The arguments as schemas have them."""
+    """Recipes and dtype as schemas have them: all None for operands without scales."""
+    if scale_input is recipe_input is recipe_weight is None:
+        return None, None, None
     return _number(recipe_input), _number(recipe_weight), output_dtype
 
 

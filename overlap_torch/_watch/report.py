@@ -133,13 +133,16 @@ def remove_note(module: torch.nn.Module) -> None:
 
 
 def note_fallback(module: torch.nn.Module, why: str) -> None:
-    """Notes that a style or a layer left this module to another style or layer, such as PyTorch's, for the reason ``why``."""
-    module.__dict__[_FALLBACK] = why
+    """Notes that a style or a layer left this module to another style or layer, such as PyTorch's, for the reason ``why``. Compiled code
+    notes nothing."""
+    if not is_compiling():
+        module.__dict__[_FALLBACK] = why
 
 
 def remove_fallback(module: torch.nn.Module) -> None:
-    """Removes that note, if there is one, after a call that was not left to another layer."""
-    module.__dict__.pop(_FALLBACK, None)
+    """Removes that note, if there is one, after a call that was not left to another layer. Compiled code removes nothing."""
+    if not is_compiling():
+        module.__dict__.pop(_FALLBACK, None)
 
 
 def note_foreign(module: torch.nn.Module, weight: torch.Tensor) -> None:

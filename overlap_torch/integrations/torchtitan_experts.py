@@ -138,13 +138,11 @@ class OverlapRoutedExperts(RoutedExperts):
         """[B, L, D] to [B, L, D]: this rank's tokens, with their experts and shares [B, L, K]."""
         why = self._why_not(x_BLD)
         if why:
-            if not torch.compiler.is_compiling():
-                note_fallback(self, f"torchtitan's own experts: {why}")
+            note_fallback(self, f"torchtitan's own experts: {why}")
             return super().forward(
                 x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
             )
-        if not torch.compiler.is_compiling():
-            remove_fallback(self)
+        remove_fallback(self)
         experts, dispatcher = self.inner_experts, self.token_dispatcher
         operands = _OPERANDS[type(experts)](experts)
         return moe(

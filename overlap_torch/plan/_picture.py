@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LANES = ("caller", "side0", "side1", "side2", "side3", "copy")
-_WAITS = "wait_for_tiles wait_for_peers wait_for_slots await count mark fork join delay".split()
+_WAITS = "wait_for_tiles wait_for_peers wait_for_slots await mark fork join delay".split()
 
 
 def plot(

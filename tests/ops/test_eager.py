@@ -243,7 +243,7 @@ def test_eager_wrong_number_of_biases_is_an_error(failures: Failures) -> None:
 def wrong_values() -> dict[str, list[Any]]:
     """Values that no parameter of that name takes."""
     world = dist.get_world_size()
-    counts = [5, "12", [1.0] * world, [2**70] * world, {1, 2}, None]
+    counts = [5, "12", [1.0] * world, [2**70] * world, [torch.float32] * world, {1, 2}, None]
     recipes = ["RowWise", 1.0, 2**70, torch.nn.functional.ScalingType.RowWise]
     flags = [0, 1, None, "True"]
     return {

@@ -63,7 +63,7 @@ OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> w
   TORCH_CHECK_VALUE(!weights.empty(), name, ": weights must hold one tensor or more");
   TORCH_CHECK_VALUE(biases.size() == weights.size(), name, ": biases must be empty or ",
                     weights.size(), ", one for each weight, but there are ", biases.size());
-  const auto scaled_output = scales ? std::optional(scales->output_dtype) : std::nullopt;
+  const auto scaled_output = scales ? std::optional(scales->output_dtype()) : std::nullopt;
   for (size_t i = 0; i < weights.size(); ++i) {
     check_weight(name, input, weights[i], biases[i], scaled_output);
   }

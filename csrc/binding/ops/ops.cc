@@ -124,9 +124,14 @@ AllGatherGemmResult gather_and_compute(const at::Tensor& input, std::vector<at::
   return result;
 }
 
-at::Tensor exchanged(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef send_rows,
-                     at::IntArrayRef recv_rows, const OptionalTensor& bias,
-                     const std::string& group_name, const std::optional<GivenScales>& scales) {
+at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
+                         at::IntArrayRef send_rows, at::IntArrayRef recv_rows,
+                         const OptionalTensor& bias, const OptionalTensor& scale_input,
+                         const OptionalTensor& scale_weight, std::optional<int64_t> recipe_input,
+                         std::optional<int64_t> recipe_weight, std::optional<int64_t> output_dtype,
+                         bool use_fast_accum, const std::string& group_name) {
+  const auto scales = given_scales("gemm_alltoall", scale_input, one(scale_weight), recipe_input,
+                                   recipe_weight, output_dtype, use_fast_accum);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   row_dim(plan::Op::kGemmAllToAll, input);
   OpCall call = make_call(plan::Op::kGemmAllToAll, input, {weight}, {bias}, group_name, scales);
@@ -210,9 +215,8 @@ std::tuple<std::vector<at::Tensor>, at::Tensor, at::Tensor> allgather_gemm_scale
     std::optional<int64_t> recipe_input, std::optional<int64_t> recipe_weight,
     std::optional<int64_t> output_dtype, bool use_fast_accum, bool shared_scale_input,
     const std::string& group_name) {
-  const GivenScales scales = {scale_input,       scale_weights.vec(),       recipe_input,
-                              recipe_weight,     output_type(output_dtype), use_fast_accum,
-                              shared_scale_input};
+  const GivenScales scales = {scale_input,  scale_weights.vec(), recipe_input,      recipe_weight,
+                              output_dtype, use_fast_accum,      shared_scale_input};
   AllGatherGemmResult result = gather_and_compute(
       input, weights.vec(), all_biases(biases, weights.size()), 0, group_name, scales);
   return {std::move(result.outputs), std::move(result.gathered), std::move(result.scales)};
@@ -231,22 +235,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> allgather_gemm_scaled(
     const at::Tensor& scale_weight, const OptionalTensor& bias, std::optional<int64_t> recipe_input,
     std::optional<int64_t> recipe_weight, std::optional<int64_t> output_dtype, bool use_fast_accum,
     bool shared_scale_input, const std::string& group_name) {
-  const GivenScales scales = {
-      scale_input,    {scale_weight},    recipe_input, recipe_weight, output_type(output_dtype),
-      use_fast_accum, shared_scale_input};
+  const GivenScales scales = {scale_input,  {scale_weight}, recipe_input,      recipe_weight,
+                              output_dtype, use_fast_accum, shared_scale_input};
   AllGatherGemmResult result = gather_and_compute(input, {weight}, {bias}, 0, group_name, scales);
   return {std::move(result.outputs.front()), std::move(result.gathered), std::move(result.scales)};
-}
-
-at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
-                         at::IntArrayRef send_rows, at::IntArrayRef recv_rows,
-                         const OptionalTensor& bias, const OptionalTensor& scale_input,
-                         const OptionalTensor& scale_weight, std::optional<int64_t> recipe_input,
-                         std::optional<int64_t> recipe_weight, std::optional<int64_t> output_dtype,
-                         bool use_fast_accum, const std::string& group_name) {
-  const auto scales = given_scales("gemm_alltoall", scale_input, one(scale_weight), recipe_input,
-                                   recipe_weight, output_dtype, use_fast_accum);
-  return exchanged(input, weight, send_rows, recv_rows, bias, group_name, scales);
 }
 
 // The local product of the layers, whose group is one rank or whose gradients need no communication.
@@ -259,13 +251,9 @@ at::Tensor scaled_linear(const at::Tensor& input, const at::Tensor& weight,
   TORCH_CHECK_VALUE(input.dim() >= 1 && weight.dim() == 2 && input.size(-1) == weight.size(1),
                     "scaled_linear: input must be [..., K] and weight [N, K], but got shapes ",
                     input.sizes(), " and ", weight.sizes());
-  const Scales scales = check_scales("scaled_linear", input, {weight},
-                                     {scale_input,
-                                      {scale_weight},
-                                      recipe_input,
-                                      recipe_weight,
-                                      output_type(output_dtype),
-                                      use_fast_accum});
+  const Scales scales = check_scales(
+      "scaled_linear", input, {weight},
+      {scale_input, {scale_weight}, recipe_input, recipe_weight, output_dtype, use_fast_accum});
   const int64_t rows = c10::multiply_integers(input.sizes().slice(0, input.dim() - 1));
   const at::Tensor product =
       scaled_product(scales, 0, input.reshape({rows, input.size(-1)}), scales.input, weight, bias);

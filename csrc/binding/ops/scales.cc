@@ -204,13 +204,8 @@ std::optional<GivenScales> given_scales(const char* op, const std::optional<at::
   TORCH_CHECK_VALUE(input && weights, op, ": ", input ? "scale_weight" : "scale_input",
                     " is None, but scaled operands need scale_input and scale_weight, and operands "
                     "without scales take no recipes; give both scales, or none of these");
-  return GivenScales{
-      *input,         weights->vec(), recipe_input, recipe_weight, output_type(output_dtype),
-      use_fast_accum, shared_input};
-}
-
-at::ScalarType output_type(std::optional<int64_t> number) {
-  return number ? static_cast<at::ScalarType>(*number) : at::kBFloat16;
+  return GivenScales{*input,       weights->vec(), recipe_input, recipe_weight,
+                     output_dtype, use_fast_accum, shared_input};
 }
 
 bool has_scales(const c10::OperatorHandle& op, const std::vector<c10::IValue>& stack) {
@@ -235,7 +230,7 @@ Scales check_scales(const char* op, const at::Tensor& input, const std::vector<a
         ": input and weight are both Float8_e5m2, which no GEMM takes; one of them must be "
         "Float8_e4m3fn");
   }
-  const at::ScalarType out = given.output_dtype;
+  const at::ScalarType out = given.output_dtype();
   TORCH_CHECK_TYPE(out == at::kBFloat16 || out == at::kHalf || out == at::kFloat, op,
                    ": output_dtype is ", out, "; supported are bfloat16, float16 and float32");
   TORCH_CHECK_VALUE(given.weights.size() == weights.size(), op, ": scale_weight must hold ",

@@ -21,9 +21,13 @@ struct GivenScales {
   std::vector<at::Tensor> weights;
   std::optional<int64_t> recipe_input;
   std::optional<int64_t> recipe_weight;
-  at::ScalarType output_dtype = at::kBFloat16;
+  std::optional<int64_t> output_number;  // as c10::ScalarType; bfloat16 if there is none
   bool use_fast_accum = false;
   bool shared_input = false;  // allgather_gemm, tensor-wise: all ranks have the same input scale
+
+  at::ScalarType output_dtype() const {
+    return output_number ? static_cast<at::ScalarType>(*output_number) : at::kBFloat16;
+  }
 };
 
 // The scales of a call; none if it has neither scales nor recipes. Throws ValueError if either scale is missing.
@@ -33,9 +37,6 @@ std::optional<GivenScales> given_scales(const char* op, const std::optional<at::
                                         std::optional<int64_t> recipe_weight,
                                         std::optional<int64_t> output_dtype, bool use_fast_accum,
                                         bool shared_input = false);
-
-// The type of results by its number in a schema: bfloat16 if none is given.
-at::ScalarType output_type(std::optional<int64_t> number);
 
 // True if a call of an operator, whose arguments are on the stack, has scales.
 bool has_scales(const c10::OperatorHandle& op, const std::vector<c10::IValue>& stack);

@@ -47,12 +47,7 @@ bool read(PyObject* object, std::string& text) {
   return true;
 }
 
-// Dtypes are numbers in a schema.
 bool read(PyObject* object, int64_t& number) {
-  if (THPDtype_Check(object)) {
-    number = static_cast<int64_t>(reinterpret_cast<THPDtype*>(object)->scalar_type);
-    return true;
-  }
   if (!PyLong_Check(object)) return false;
   int overflow = 0;
   number = PyLong_AsLongLongAndOverflow(object, &overflow);
@@ -100,14 +95,26 @@ bool push_optional(PyObject* object, torch::jit::Stack& stack) {
   return true;
 }
 
+// A number, None, or a dtype, which is a number in a schema.
+bool push_number(PyObject* object, torch::jit::Stack& stack) {
+  if (!THPDtype_Check(object)) return push_optional<int64_t>(object, stack);
+  stack.emplace_back(static_cast<int64_t>(reinterpret_cast<THPDtype*>(object)->scalar_type));
+  return true;
+}
+
 Push push_of(const c10::Argument& argument) {
   const std::string type = argument.real_type()->str();
   static const std::vector<std::pair<std::string, Push>> known = {
-      {"Tensor", &push<at::Tensor>},        {"Tensor?", &push_optional<at::Tensor>},
-      {"Tensor[]", &push_list<at::Tensor>}, {"Tensor?[]", &push_list<OptionalTensor>},
-      {"SymInt[]", &push_list<int64_t>},    {"int", &push<int64_t>},
-      {"int?", &push_optional<int64_t>},    {"bool", &push<bool>},
-      {"str", &push<std::string>},          {"str?", &push_optional<std::string>},
+      {"Tensor", &push<at::Tensor>},
+      {"Tensor?", &push_optional<at::Tensor>},
+      {"Tensor[]", &push_list<at::Tensor>},
+      {"Tensor?[]", &push_list<OptionalTensor>},
+      {"SymInt[]", &push_list<int64_t>},
+      {"int", &push<int64_t>},
+      {"int?", &push_number},
+      {"bool", &push<bool>},
+      {"str", &push<std::string>},
+      {"str?", &push_optional<std::string>},
   };
   for (const auto& [name, push] : known) {
     if (name == type) return push;

@@ -320,7 +320,7 @@ struct PeerExchange {
   FIRST(Fork) NEXT(Join) NEXT(Gemm) NEXT(CallersKernel) NEXT(LibraryGemm) NEXT(WaitForTiles)       \
   NEXT(Mark) NEXT(Arrive) NEXT(Collective) NEXT(SendReceive) NEXT(Copy) NEXT(CopyRows)             \
   NEXT(Delay) NEXT(Pack) NEXT(Unpack) NEXT(AddTerms) NEXT(WaitForSlots) NEXT(WaitForPeers)         \
-  NEXT(Signal) NEXT(EndCall) NEXT(MeetTiles) NEXT(Announce) NEXT(Await)                \
+  NEXT(Signal) NEXT(EndCall) NEXT(MeetTiles) NEXT(Announce) NEXT(Await)                            \
   NEXT(PeerCollective) NEXT(LowLatency) NEXT(PeerExchange)
 // clang-format on
 #define OVERLAP_FIRST_KIND(Kind) Kind

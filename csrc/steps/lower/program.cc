@@ -278,17 +278,17 @@ void ProgramBuilder::communicate() {
         called.push_back(i);
       }
     }
-    // After what this rank sends otherwise, and before it waits for what comes.
-    const auto call_once = [&] {
-      if (!called.empty()) call(std::exchange(called, {}));
+    const auto has_half = [&](size_t i, const Region& own) {
+      return lands(plan_, transfer(i)) && own.rank == rank_ && places_.height(own) > 0;
     };
-    each_half(
-        round, [&](size_t i) { send(i); },
-        [&](size_t i) {
-          call_once();
-          receive(i);
-        });
-    call_once();
+    for (const size_t i : round) {
+      if (has_half(i, transfer(i).source)) send(i);
+    }
+    // After what this rank sends otherwise, and before it waits for what comes.
+    if (!called.empty()) call(called);
+    for (const size_t i : round) {
+      if (has_half(i, transfer(i).destination)) receive(i);
+    }
   }
 }
 

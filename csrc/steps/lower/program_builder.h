@@ -103,20 +103,6 @@ class ProgramBuilder : Family {
     return callers_ ? tiles_.counted(chunk) : plan_.chunks[at(chunk)].tiles;
   }
 
-  // Numbers of a round's transfers that land in slots and have rows: those that this rank sends, and then those that it
-  // receives.
-  template <typename Send, typename Receive>
-  void each_half(const std::vector<size_t>& round, Send send, Receive receive) {
-    for (const bool sends : {true, false}) {
-      for (const size_t i : round) {
-        const plan::Transfer& one = transfer(i);
-        const plan::Region& own = sends ? one.source : one.destination;
-        if (!lands(plan_, one) || own.rank != rank_ || places_.height(own) == 0) continue;
-        sends ? send(i) : receive(i);
-      }
-    }
-  }
-
   const ProgramPlaces places_;
   const std::vector<int32_t> rounds_;
   const int32_t lanes_;

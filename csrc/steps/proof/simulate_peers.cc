@@ -99,15 +99,11 @@ void Simulation::take(Here& here, const MeetTiles& step, Span& span) {
 
 // --- a program's transfers ---
 
-void Simulation::announce_transfer(const Span& span, const Here& here, int32_t flag, int32_t count,
-                                   int32_t peer) {
-  tile_signals_[at(peer)].push_back({flag, flag + count, span.last});
-  reads_calls(span, here);
-  use_flag({span.last, span.last}, peer, kTileFlags, here.call->slot, flag, flag + count, true);
-}
-
 void Simulation::take(Here& here, const Announce& step, Span& span) {
-  announce_transfer(span, here, step.flag, 1, step.peer);
+  const int32_t end = step.flag + 1;
+  tile_signals_[at(step.peer)].push_back({step.flag, end, span.last});
+  reads_calls(span, here);
+  use_flag({span.last, span.last}, step.peer, kTileFlags, here.call->slot, step.flag, end, true);
   holds(here, span.first, span.first, 1, 1, false, true);
 }
 

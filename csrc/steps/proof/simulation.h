@@ -230,8 +230,6 @@ class Simulation {
   std::vector<int64_t> numbers(const Indices& at, int64_t count, int32_t turn, Node by) const;
   int64_t counted(const std::optional<Indices>& count, int64_t most, int32_t turn, Node by) const;
   void await_counter(const Here& here, const Span& span, int32_t counter, int32_t count);
-  void announce_transfer(const Span& span, const Here& here, int32_t flag, int32_t count,
-                         int32_t peer);
   void announce_tiles(Node node, const Here& here, int32_t distance, int64_t begin, int64_t end);
   void await_tiles(const Span& span, const Here& here, int64_t begin, int64_t end);
   std::vector<int32_t> peers_of(const Here& here) const;
