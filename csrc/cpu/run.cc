@@ -27,6 +27,11 @@ struct Begun {
   std::shared_future<void> started;  // where a thread of its own begins it
   std::future<double> observed;      // traced calls: when it ends
 
+  // The thread puts in the parts: it ends before they do where a call fails.
+  ~Begun() {
+    if (started.valid()) started.wait();
+  }
+
   void wait() {
     if (started.valid()) started.get();
     for (Communication& part : parts) part.wait();

@@ -406,9 +406,29 @@ def _join_group(rank: int, world: int, backend: str, port: int, group_timeout_s:
     import overlap_torch  # noqa: F401, registers the ops: jobs need not import it
 
     torch.set_num_threads(1)
+    _one_gloo_worker()
     if backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count() if shares_gpus() else rank)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=START_TIMEOUT_S))
     timeout = timedelta(seconds=group_timeout_s)
     store.set_timeout(timeout)  # as torchrun's rendezvous does
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _one_gloo_worker() -> None:
+    """Gives each gloo group of this process one worker thread in place of two.
+
+    The workers write the name of the work that they have done into one string, without a lock (ProcessGroupGloo::runLoop,
+    PyTorch 2.11). DTensor's all-gathers have a long name, on the heap: two writers free it twice.
+    """
+    from torch.distributed import distributed_c10d
+
+    class OneWorker(distributed_c10d.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = self._Options()
+            options._timeout, options._threads = timeout, 1
+            interface = os.environ["GLOO_SOCKET_IFNAME"]
+            options._devices = [self.create_device(interface=interface)]
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OneWorker
