@@ -50,7 +50,7 @@ test-integrations:  ## frameworks' own layers beside this package's, on CPU, in 
 # Installed, not built into the checkout, whose libraries are for another PyTorch; bin/pytest does not look there.
 integrations: $(VENV)/.torch
 	$(PIP) --no-build-isolation '.[megatron,torchtitan]' numpy pytest pytest-timeout hypothesis
-	$(VENV)/bin/pytest --timeout=900 tests/integrations/test_integration_megatron*.py tests/integrations/test_integration_torchtitan*.py $(ARGS)
+	PYTHONPATH= $(VENV)/bin/pytest --timeout=900 tests/integrations/test_integration_megatron*.py tests/integrations/test_integration_torchtitan*.py $(ARGS)
 
 test-install: $(VENV)/.torch  ## wheel, source distribution and editable checkout, each in an environment of its own, on CPU
 	bash scripts/try_install.sh $(PY)
