@@ -336,3 +336,22 @@ def test_environment_says_what_is_allowed(monkeypatch, name, value, allowed):
 @pytest.mark.fresh(environment={"OVERLAP_DEBUG": "true"})
 def test_environment_is_read_by_ops(failures: Failures) -> None:
     failures.raises("OVERLAP_DEBUG is 'true'; it must be 0 or 1", call, "gemm_allreduce", CASE)
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+@pytest.mark.fresh(environment={"OVERLAP_DEBUG": "1"})
+def test_debug_mode_leaves_no_keys_in_the_store(failures: Failures) -> None:
+    """However many calls there are; so a second group on the same store, whose calls differ, finds nothing of the first one."""
+    store = dist.distributed_c10d._get_default_store()
+    keys = []
+    for _ in range(3):
+        call("gemm_allreduce", CASE)
+        call("gemm_alltoall", CASE)
+        dist.barrier()
+        keys.append(store.num_keys())
+        dist.barrier()
+    failures.equal(keys[1:], keys[:1] * 2)
+    rank, world, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    check_call(failures, CASE.with_(n=64), "in a second group", op="gemm_allreduce")

@@ -238,13 +238,13 @@ void GroupEntry::set_plan(const plan::Plan& plan, at::DeviceType device, bool by
   }
 }
 
-std::function<std::string(int)> GroupEntry::publish(const std::string& text,
-                                                    at::DeviceType device) {
+std::vector<std::string> GroupEntry::texts_of_ranks(const std::string& own, at::DeviceType device) {
   const auto store = lock()->getStore();
   const std::string prefix = "overlap_torch/debug/" + c10::DeviceTypeName(device, true) + "/" +
                              std::to_string(compared_++) + "/";
-  store->set(prefix + std::to_string(rank_), text);
-  return [this, store, prefix, device](int peer) {
+  store->set(prefix + std::to_string(rank_), own);
+  std::vector<std::string> texts;
+  for (int peer = 0; peer < world_size_; ++peer) {
     const std::string key = prefix + std::to_string(peer);
     try {
       store->wait({key}, timeout(device));
@@ -253,8 +253,14 @@ std::function<std::string(int)> GroupEntry::publish(const std::string& text,
                   " made no call to compare within ", timeout(device).count() / 1000.0,
                   " s (OVERLAP_DEBUG=1)");
     }
-    return store->get_to_str(key);
-  };
+    texts.push_back(store->get_to_str(key));
+  }
+  // The last one to read takes the keys away: a later group of the same name on the same store must not find them.
+  if (store->add(prefix + "read", 1) == world_size_) {
+    for (int peer = 0; peer < world_size_; ++peer) store->deleteKey(prefix + std::to_string(peer));
+    store->deleteKey(prefix + "read");
+  }
+  return texts;
 }
 
 bool GroupEntry::has_peers(at::DeviceType device) const {
@@ -263,9 +269,9 @@ bool GroupEntry::has_peers(at::DeviceType device) const {
 
 void GroupEntry::compare(const std::string& what, const std::string& text, at::DeviceType device) {
   if (!has_peers(device)) return;
-  const auto text_of = publish(text, device);
+  const std::vector<std::string> texts = texts_of_ranks(text, device);
   for (int peer = 0; peer < world_size_; ++peer) {
-    const std::string other = text_of(peer);
+    const std::string& other = texts[static_cast<size_t>(peer)];
     TORCH_CHECK(other == text, "overlap_torch: ranks of group '", name_, "' disagree about the ",
                 what, " of a call: rank ", rank_, " has ", text, ", rank ", peer, " has ", other,
                 ". All ranks must call the op with the same M, N, K, dtype and plan.");
@@ -279,12 +285,12 @@ void GroupEntry::compare_counts(at::IntArrayRef send_rows, at::IntArrayRef recv_
   for (const at::IntArrayRef rows : {send_rows, recv_rows}) {
     for (const int64_t count : rows) mine << count << ' ';
   }
-  const auto text_of = publish(mine.str(), device);
+  const std::vector<std::string> texts = texts_of_ranks(mine.str(), device);
   const auto world_size = static_cast<size_t>(world_size_);
   std::vector<std::vector<int64_t>> sends(world_size, std::vector<int64_t>(world_size));
   std::vector<std::vector<int64_t>> receives = sends;
   for (size_t peer = 0; peer < world_size; ++peer) {
-    std::istringstream text(text_of(static_cast<int>(peer)));
+    std::istringstream text(texts[peer]);
     for (int64_t& count : sends[peer]) text >> count;
     for (int64_t& count : receives[peer]) text >> count;
   }

@@ -154,8 +154,8 @@ class GroupEntry final : public cpu::Group {
   using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int, int, bool, int>;
   // Ranks can be compared over the store. The ranks of PyTorch's fake group are not there.
   bool has_peers(at::DeviceType device) const;
-  // Publishes `text` over the store, and returns a function that waits for a peer's.
-  std::function<std::string(int)> publish(const std::string& text, at::DeviceType device);
+  // Each rank's text, over the store. All ranks call it.
+  std::vector<std::string> texts_of_ranks(const std::string& own, at::DeviceType device);
   static Key key(const plan::Problem& problem, at::DeviceType device);
 
   // Both with plans_mutex_ held.
