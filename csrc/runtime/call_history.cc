@@ -19,7 +19,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::seconds kPeriod{1};
 constexpr std::chrono::milliseconds kPeriodOnceFound{100};
-constexpr int kQuietPeriods = 30;  // without a call: then there is nothing new to compare
+constexpr int kQuietPeriods =
+    30;  // without a call made or in flight: then there is nothing to compare
 constexpr std::chrono::seconds kPatience{2};
 
 std::vector<uint8_t> bytes_of(const std::string& text) {
@@ -264,7 +265,7 @@ int64_t CallHistory::calls() const {
 
 // The store may hang with the process that holds it, and a watchdog must not: a thread of its own asks, which
 // owns all it touches.
-std::optional<std::string> CallHistory::look() {
+std::optional<std::string> CallHistory::look(bool in_flight) {
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     if (state_->found) return state_->found;
@@ -274,7 +275,7 @@ std::optional<std::string> CallHistory::look() {
     if (state_->log.calls() == 0 || now - state_->asked_at < period) return std::nullopt;
     if (state_->gone || state_->asking) return std::nullopt;
     state_->asked_at = now;
-    state_->quiet = state_->log.calls() == state_->seen ? state_->quiet + 1 : 0;
+    state_->quiet = in_flight || state_->log.calls() != state_->seen ? 0 : state_->quiet + 1;
     state_->seen = state_->log.calls();
     if (state_->quiet > kQuietPeriods || state_->asking.exchange(true)) return std::nullopt;
   }

@@ -66,8 +66,8 @@ class CallHistory {
   int64_t calls() const;
 
   // Called by the watchdog: publishes and compares if it is time, without waiting for the store. The point that the ranks
-  // disagree about, as a sentence, once it is known.
-  std::optional<std::string> look();
+  // disagree about, as a sentence, once it is known. `in_flight`: calls of this rank have not ended.
+  std::optional<std::string> look(bool in_flight);
 
   // The other ranks' numbers of calls, as far as they are known.
   std::string describe_peers();

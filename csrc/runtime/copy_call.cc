@@ -40,6 +40,7 @@ void CopyCall::fork(cudaStream_t from) {
 }
 
 void CopyCall::push(const std::vector<Push>& pushes, int32_t step) {
+  told_ = true;
   std::array<uint32_t, kernels::kMaxPeers> used{};  // lanes of each peer's rows
   for (const Push& one : pushes) {
     if (one.rows == 0 || one.row_bytes == 0) continue;
@@ -67,6 +68,7 @@ void CopyCall::push(const std::vector<Push>& pushes, int32_t step) {
 }
 
 void CopyCall::announce(int32_t step) {
+  told_ = true;
   peers_->signal(call_, Peers::Flag::kArrived, peers_->everyone_else(), step, caller_);
 }
 
@@ -108,6 +110,7 @@ void CopyCall::abandon() noexcept {
   device_.open = open_ = false;
   try {
     join();
+    peers_->abandon(call_, told_, caller_);
     device_.chained(caller_, capture_);
   } catch (const std::exception&) {
     // The failure that led here is on its way to the caller.

@@ -66,7 +66,7 @@ class CopyCall {
   // The caller's stream continues after all pushes, and peers may use the slot again.
   void end();
 
-  // Instead of end(), after a failure: joins what was forked.
+  // Instead of end(), after a failure: joins what was forked, and gives the slot back.
   void abandon() noexcept;
 
  private:
@@ -84,6 +84,7 @@ class CopyCall {
   Peers::Call call_;
   uint32_t forked_ = 0;  // lanes
   bool open_ = false;
+  bool told_ = false;  // peers, of a step
 };
 
 }  // namespace overlap::runtime

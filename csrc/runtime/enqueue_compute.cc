@@ -128,6 +128,8 @@ void enqueue(RunState& run, const steps::Gemm& step, cudaStream_t on) {
     gemm.ending.tiles_taken = run.peers->tiles_taken(run.peer_call);
   }
   check_cuda(kernels::launch_gemm(run.plan.kernel, gemm, on), "launching the GEMM");
+  run.told = run.told || step.announces;
+  run.ended = run.ended || step.ends_call;
 }
 
 // [D] By the stream itself, which takes no SM and orders what it did before: pairs with the acquire in the caller's

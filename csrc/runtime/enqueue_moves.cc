@@ -19,6 +19,8 @@ void copy_rows(void* to, const void* from, int64_t bytes, cudaStream_t on) {
              "copying rows");
 }
 
+constexpr int64_t kMostPitch = std::numeric_limits<int32_t>::max();  // of CUDA's copies
+
 // Whole blocks at once, and what is left of the first and of the last.
 void copy_into_blocks(const RunState& run, const steps::Copy& step, cudaStream_t on) {
   const kernels::CopyRun copy = run.in_blocks(step.destination, step.bytes);
@@ -30,12 +32,12 @@ void copy_into_blocks(const RunState& run, const steps::Copy& step, cudaStream_t
     const int64_t left = copy.bytes - done;
     char* const begin = to + place + block * copy.gap_bytes;
     const int64_t whole = place % copy.block_bytes == 0 ? left / copy.block_bytes : 0;
-    if (whole > 1) {
+    const int64_t pitch = copy.block_bytes + copy.gap_bytes;
+    if (whole > 1 && pitch <= kMostPitch) {
       const auto width = static_cast<size_t>(copy.block_bytes);
-      check_cuda(
-          cudaMemcpy2DAsync(begin, width + static_cast<size_t>(copy.gap_bytes), from + done, width,
-                            width, static_cast<size_t>(whole), cudaMemcpyDeviceToDevice, on),
-          "copying blocks of rows");
+      check_cuda(cudaMemcpy2DAsync(begin, static_cast<size_t>(pitch), from + done, width, width,
+                                   static_cast<size_t>(whole), cudaMemcpyDeviceToDevice, on),
+                 "copying blocks of rows");
       done += whole * copy.block_bytes;
     } else {
       const int64_t count = std::min(left, (block + 1) * copy.block_bytes - place);

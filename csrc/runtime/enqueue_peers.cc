@@ -6,12 +6,6 @@
 #include "runtime/error.h"
 
 namespace overlap::runtime {
-namespace {
-
-using steps::Buffer;
-using steps::Where;
-
-}  // namespace
 
 void wait_for_peers(const RunState& run, kernels::PeerWaitParams wait, int32_t chunk,
                     cudaStream_t on) {
@@ -30,9 +24,11 @@ void enqueue(RunState& run, const steps::Signal& step, cudaStream_t on) {
   const uint32_t self = step.to_self ? run.peers->self() : 0;
   run.peers->signal(run.peer_call, Peers::Flag::kArrived, run.peers->everyone_else() | self,
                     step.step, on);
+  run.told = true;
 }
 void enqueue(RunState& run, const steps::EndCall&, cudaStream_t on) {
   run.peers->end(run.peer_call, on);
+  run.ended = true;
 }
 
 void enqueue(RunState& run, const steps::MeetTiles& step, cudaStream_t on) {
@@ -40,12 +36,14 @@ void enqueue(RunState& run, const steps::MeetTiles& step, cudaStream_t on) {
       kernels::meet_tiles(run.peer_tiles(), step.first_announced, step.announces ? step.tiles : 0,
                           step.first_awaited, step.awaits ? step.tiles : 0, step.distance, on),
       "launching a signal and a wait");
+  run.told = run.told || step.announces;
 }
 
 void enqueue(RunState& run, const steps::Announce& step, cudaStream_t on) {
   check_cuda(kernels::meet_tiles(run.transfer_flags(), step.flag, 1, 0, 0,
                                  run.distance(run.group.rank(), step.peer), on),
              "launching a signal");
+  run.told = true;
 }
 void enqueue(RunState& run, const steps::Await& step, cudaStream_t on) {
   check_cuda(kernels::meet_tiles(run.transfer_flags(), 0, 0, step.flag, 1,
@@ -75,6 +73,7 @@ void enqueue(RunState& run, const steps::PeerCollective& step, cudaStream_t on) 
     params.final_received[rank] = run.at(piece.final_received);
   }
   check_cuda(kernels::peer_collective(params, on), "launching a collective");
+  run.ended = true;
 }
 
 void enqueue(RunState& run, const steps::LowLatency& step, cudaStream_t on) {
@@ -114,6 +113,7 @@ void enqueue(RunState& run, const steps::PeerExchange& step, cudaStream_t on) {
     params.output[rank] = run.at(messages.output);
   }
   check_cuda(kernels::peer_exchange(params, on), "launching an exchange");
+  run.ended = true;
 }
 
 }  // namespace overlap::runtime

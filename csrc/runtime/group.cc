@@ -59,7 +59,7 @@ HostReport::HostReport() {
 }
 
 HostReport::~HostReport() {
-  cudaFreeHost(report_);
+  if (!leaked_) cudaFreeHost(report_);
 }
 
 Group::Group(GroupOptions options) : options_(std::move(options)), device_(DeviceState::current()) {
@@ -82,10 +82,16 @@ Group::Group(GroupOptions options) : options_(std::move(options)), device_(Devic
   history_ =
       std::make_unique<CallHistory>("overlap_torch/" + options_.name + "/" + std::to_string(id),
                                     options_.rank, options_.world_size, options_.bootstrap);
-  if (options_.world_size > 1) {
+  if (options_.world_size == 1) return;
+  try {
     measure_link();
     measure_peers();
     agree_on_machine();
+  } catch (...) {
+    // NCCL's kernels may wait for a rank that has died, and what frees memory waits for them.
+    if (peers_ != nullptr) peers_->leak();
+    abort_communicators();
+    throw;
   }
 }
 
@@ -153,13 +159,14 @@ std::vector<uint8_t> Group::meet(const std::string& key, const std::vector<uint8
     return brought;
   }
   options_.bootstrap.set(key + "/" + std::to_string(options_.rank), {1});
-  return await_key(key, 0);
+  return await_key(key, 0);  // which rank 0 sets once all have come
 }
 
 // Polls: the store's own wait would keep the watchdog from asking it, which finds out why a peer does not come.
 std::vector<uint8_t> Group::await_key(const std::string& key, int peer) {
+  const bool others = peer == 0 && options_.world_size > 2;
   poll([&] { return options_.bootstrap.has(key); }, options_.timeout, kFirstPoll, kLastPoll,
-       "rank " + std::to_string(peer) +
+       "rank " + std::to_string(peer) + (others ? ", or a rank that it waits for," : "") +
            " did not come to make communicators, map memory or compare messages",
        "Every rank of the group has to call the op with the same shapes, dtype and plan.");
   return options_.bootstrap.get(key);
@@ -179,6 +186,20 @@ void Group::await(cudaStream_t stream) {
   };
   poll(ended, std::max(options_.timeout, kReadyPatience), kFirstQuery, kFirstPoll,
        "a collective that makes ready for calls did not end", "A rank died, or its network did.");
+}
+
+// A copy into memory that is not pinned waits for the stream within the driver, where no deadline ends it. NCCL's kernels
+// that wait for a rank that has died are ended, as all that frees memory, on the way to who catches this, waits for them.
+void Group::bring_back(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+  try {
+    await(stream);
+    check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
+    await(stream);
+  } catch (const Error&) {
+    fail("a collective that makes ready for calls failed, or did not end in time.");
+    abort_communicators();
+    throw;
+  }
 }
 
 void Group::poll(const std::function<bool()>& ready, std::chrono::milliseconds patience,
@@ -230,9 +251,7 @@ std::vector<uint8_t> Group::all_gather_bytes(const std::vector<uint8_t>& own) {
   check_cuda(cudaMemcpyAsync(scratch.get(), all.data(), all.size(), cudaMemcpyHostToDevice, stream),
              "cudaMemcpyAsync");
   communicator({}, false).all_gather_in_place(scratch.get(), words, plan::DType::kBFloat16, stream);
-  check_cuda(cudaMemcpyAsync(all.data(), scratch.get(), all.size(), cudaMemcpyDeviceToHost, stream),
-             "cudaMemcpyAsync");
-  await(stream);
+  bring_back(all.data(), scratch.get(), all.size(), stream);
   forget(key);
   return all;
 }
@@ -262,14 +281,8 @@ std::unique_ptr<Staging> Group::make_staging(int64_t bytes) {
               "without a window.");
 }
 
-void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bool capturing) {
+void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys) {
   if (staging_ == nullptr || staging_->bytes() < bytes) {
-    if (capturing) {
-      throw Error("overlap_torch: group '" + options_.name +
-                  "' has no registered staging memory of " + std::to_string(bytes) +
-                  " bytes, and none can be registered while a CUDA graph is captured. Call the op "
-                  "once with the same shapes before the capture.");
-    }
     int64_t rounded = int64_t{1} << 21;
     while (rounded < bytes) rounded *= 2;
     // The old memory may be in use, and waiting for the device is not allowed here: it is kept. All
@@ -281,7 +294,7 @@ void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bo
   for (const CommunicatorKey& key : keys) {
     if (staging_->windows.contains(key)) continue;
     staging_->windows[key] =
-        communicator(key, capturing).register_window(staging_->pointer(), staging_->bytes());
+        communicator(key, false).register_window(staging_->pointer(), staging_->bytes());
   }
   return staging_->pointer();
 }
@@ -333,15 +346,13 @@ int64_t Group::longest_message(int64_t own_bytes, bool capturing) {
 bool Group::windows_work() {
   constexpr int64_t kBytes = int64_t{1} << 21;
   const CommunicatorKey key;
-  float* flag = static_cast<float*>(staging(kBytes, {key}, false));
+  float* flag = static_cast<float*>(staging(kBytes, {key}));
   float works = staging_->windows.at(key) != nullptr ? 1.0f : 0.0f;
   const cudaStream_t stream = device_.side[0].get();
   check_cuda(cudaMemcpyAsync(flag, &works, sizeof(works), cudaMemcpyHostToDevice, stream),
              "cudaMemcpyAsync");
   communicator(key, false).all_reduce(flag, flag, 1, plan::DType::kFloat32, stream);
-  check_cuda(cudaMemcpyAsync(&works, flag, sizeof(works), cudaMemcpyDeviceToHost, stream),
-             "cudaMemcpyAsync");
-  await(stream);
+  bring_back(&works, flag, sizeof(works), stream);
   return works == static_cast<float>(options_.world_size);
 }
 
@@ -353,8 +364,11 @@ void Group::track(cudaStream_t stream, int chunks) {
   std::unique_ptr<Pending> entry;
   {
     const std::lock_guard<std::mutex> lock(watch_mutex_);
-    if (pending_.size() >= kMaxPending) return;  // the oldest ones stand for it
-    if (!idle_.empty()) {
+    if (pending_.size() >= kMaxPending) {
+      // Calls end in their order: the newest stands for the one before it. The observer holds the oldest.
+      entry = std::move(pending_.back());
+      pending_.pop_back();
+    } else if (!idle_.empty()) {
       entry = std::move(idle_.back());
       idle_.pop_back();
     }
@@ -372,6 +386,7 @@ void Group::mark_captured() {
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
   for (auto& [key, communicator] : communicators_) communicator->mark_captured();
   if (peers_ != nullptr) peers_->mark_captured();
+  report_.leak();
 }
 
 bool Group::idle() {

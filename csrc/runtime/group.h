@@ -78,9 +78,12 @@ class HostReport {
   HostReport(const HostReport&) = delete;
   HostReport& operator=(const HostReport&) = delete;
   kernels::WaitReport* get() const { return report_; }
+  // A graph's waits may report after the group is gone.
+  void leak() { leaked_ = true; }
 
  private:
   kernels::WaitReport* report_ = nullptr;
+  std::atomic<bool> leaked_{false};
 };
 
 // Memory from ncclMemAlloc, registered as a window with every communicator that uses it.
@@ -117,9 +120,9 @@ class Group {
   // Makes the communicators, or maps the memory, that a plan needs, collectively.
   void prepare(const plan::Plan& plan);
 
-  // `bytes` of registered memory for the chunks that these communicators carry. Grows collectively,
-  // never inside a capture.
-  void* staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bool capturing);
+  // `bytes` of registered memory for the chunks that these communicators carry. Grows collectively; captured calls use
+  // none.
+  void* staging(int64_t bytes, const std::vector<CommunicatorKey>& keys);
 
   // The ranks' memory of each other, with slots of so many bytes. Grows collectively, never inside a
   // capture.
@@ -150,7 +153,7 @@ class Group {
   // Remembers the op of so many chunks just enqueued on `stream`, for the watchdog.
   void track(cudaStream_t stream, int chunks);
 
-  // A graph now holds this group's communicators, or its peers' memory.
+  // A graph now holds this group's communicators, or its peers' memory, and its report.
   void mark_captured();
 
   // Looks for passed deadlines, other ranks' failures and NCCL errors. Returns true if the group
@@ -199,6 +202,8 @@ class Group {
   void forget(const std::string& key);
   // Until all that is enqueued has ended; throws if that takes longer than a call may, and a minute.
   void await(cudaStream_t stream);
+  // Copies from the device, after all that the stream has; as await().
+  void bring_back(void* to, const void* from, size_t bytes, cudaStream_t stream);
   // Until `ready()`; throws if the group fails meanwhile, or, after `patience`, that `what` within that time, and `why`.
   void poll(const std::function<bool()>& ready, std::chrono::milliseconds patience,
             std::chrono::microseconds pause, std::chrono::microseconds last_pause,

@@ -192,7 +192,7 @@ bool Group::watch() {
   watched_ = true;
   if (!failed_) {
     std::optional<std::string> failure = wait_failure();
-    if (!failure) failure = history_->look();
+    if (!failure) failure = history_->look(!idle());
     if (!failure) failure = late_call();
     if (!failure) failure = sign_of_failure();
     // The error can be read from here on, without waiting for the device.

@@ -59,9 +59,7 @@ void Group::measure_link() {
     check_cuda(cudaMemcpyAsync(scratch.get(), &time, sizeof(time), cudaMemcpyHostToDevice, stream),
                "cudaMemcpyAsync");
     nccl.all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32, stream);
-    check_cuda(cudaMemcpyAsync(&time, scratch.get(), sizeof(time), cudaMemcpyDeviceToHost, stream),
-               "cudaMemcpyAsync");
-    await(stream);
+    bring_back(&time, scratch.get(), sizeof(time), stream);
     return static_cast<double>(time) / options_.world_size;
   };
   // The first call of a communicator connects the ranks; the second one says how much measuring is worth its time.

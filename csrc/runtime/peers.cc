@@ -235,6 +235,15 @@ uint32_t* Peers::tiles_taken(const Call& call) const {
   return flags_of(*flags_, rank_).slots[call.slot].tiles_taken;
 }
 
+void Peers::abandon(const Call& call, bool told, cudaStream_t stream) {
+  last_hears_all_ = false;
+  if (told) {
+    end(call, stream);
+  } else {
+    --calls_;
+  }
+}
+
 kernels::PeerSignalParams Peers::ending(const Call& call) const {
   return signal_params(call, Flag::kEnded, everyone_else(), 0);
 }

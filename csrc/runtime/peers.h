@@ -83,6 +83,9 @@ class Peers {
   void end(const Call& call, cudaStream_t stream) const;
   // The same for a kernel that does it.
   kernels::PeerSignalParams ending(const Call& call) const;
+  // After an exception in the midst of the last call. One that has `told` peers anything ends, so that the next one has
+  // other numbers: ranks that all failed alike go on. Else it was not made, and the next call meets the peers that wait.
+  void abandon(const Call& call, bool told, cudaStream_t stream);
 
   // The same by copy engines: the numbers of the call's first `steps` steps, in this rank's memory; and a copy of one of
   // them to a peer, after what the stream copied there before.

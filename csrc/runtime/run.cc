@@ -20,11 +20,13 @@ class Run {
  public:
   Run(Group& group, const Call& call) : range_(call.plan->problem), run_(group, call) {}
 
-  // After an exception half-way: the caller's memory is not used again before what was forked ends.
+  // After an exception half-way: the caller's memory is not used again before what was forked ends, and the slot is given
+  // back.
   ~Run() {
-    if (!forked_) return;
+    if (!forked_ && run_.ended) return;
     try {
-      join();
+      if (forked_) join();
+      if (!run_.ended) run_.peers->abandon(run_.peer_call, run_.told, run_.caller);
       run_.device.chained(run_.caller, run_.capture);
     } catch (const std::exception&) {
       // The first one is on its way to the caller.
@@ -75,8 +77,7 @@ class Run {
     }
     for (const steps::Scratch& one : run_.list.scratch) {
       if (one.buffer != steps::Buffer::kWindow) continue;
-      run_.window =
-          static_cast<char*>(run_.group.staging(one.bytes, keys, run_.capture.has_value()));
+      run_.window = static_cast<char*>(run_.group.staging(one.bytes, keys));
     }
     if (run_.list.over_peers) {
       run_.peers = &run_.group.peers(run_.plan, run_.list.slot_bytes, run_.capture.has_value(),
@@ -84,6 +85,7 @@ class Run {
       if (run_.list.takes_slot) {
         run_.peer_call =
             run_.peers->next_call(run_.list.hears_all, run_.capture, run_.list.communication);
+        run_.ended = false;
       }
     }
     run_.device.reserve_events(static_cast<size_t>(run_.list.events));
@@ -172,8 +174,9 @@ class Run {
   }
 
   void close() {
+    run_.ended = true;
     name_chunk(-1);
-    if (timer_) timer_->end(run_.caller);
+    if (timer_) timer_->end();
     if (run_.capture) {
       run_.group.mark_captured();
     } else {

@@ -122,6 +122,8 @@ struct RunState {
   std::vector<Communicator*> communicators;  // the list's, in its order
   Peers* peers = nullptr;
   Peers::Call peer_call;
+  bool told = false;  // peers, of this call, by what is enqueued
+  bool ended = true;  // the call over peers, by what is enqueued; true without one
   int32_t* counters = nullptr;
   char* window = nullptr;
   char* product = nullptr;  // once the framework has made it

@@ -93,10 +93,10 @@ bool StepTimer::arrives(steps::StepId id, int32_t& chunk) const {
          ready_of(chunk) == Ready::kArrival;
 }
 
-void StepTimer::end(cudaStream_t caller) {
+void StepTimer::end() {
   // The observers read counters and flags, which the next call uses.
-  if (last_observed_ >= 0) trace_->ready[static_cast<size_t>(last_observed_)]->block(caller);
-  trace_->end.record(caller);
+  if (last_observed_ >= 0) trace_->ready[static_cast<size_t>(last_observed_)]->block(caller_);
+  trace_->end.record(caller_);
   trace_->ended = true;
 }
 

@@ -31,7 +31,7 @@ class StepTimer {
   void observed(int32_t chunk, cudaStream_t observer);
   // Returns true if this step is the last of a chunk whose rows' arrival is observed.
   bool arrives(steps::StepId id, int32_t& chunk) const;
-  void end(cudaStream_t caller);
+  void end();
 
  private:
   const steps::StepList& list_;

@@ -7,6 +7,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <random>
@@ -15,6 +17,16 @@ namespace overlap::runtime {
 namespace {
 
 constexpr int kPatienceS = 20;
+
+// A call of the system's, again if a signal (a profiler's) interrupts it.
+template <typename Ask>
+ssize_t again(Ask ask) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(kPatienceS);
+  while (true) {
+    const ssize_t result = ask();
+    if (result >= 0 || errno != EINTR || std::chrono::steady_clock::now() >= end) return result;
+  }
+}
 
 // The driver is not linked: a machine without one imports this library, too.
 struct Driver {
@@ -263,7 +275,7 @@ std::string StripedMemory::send(int socket, int peer, const std::string& name) c
   control->cmsg_type = SCM_RIGHTS;
   control->cmsg_len = CMSG_LEN(bytes);
   std::memcpy(CMSG_DATA(control), descriptors.data(), bytes);
-  if (fault.empty() && ::sendmsg(socket, &message.header, 0) < 0) {
+  if (fault.empty() && again([&] { return ::sendmsg(socket, &message.header, 0); }) < 0) {
     fault = failed("a descriptor could not be sent to another process");
   }
   for (const int descriptor : descriptors) ::close(descriptor);
@@ -272,7 +284,7 @@ std::string StripedMemory::send(int socket, int peer, const std::string& name) c
 
 std::string StripedMemory::receive(int socket) {
   Envelope message;
-  if (::recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC) < 0) {
+  if (again([&] { return ::recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC); }) < 0) {
     return failed("no descriptor came from another process");
   }
   const cmsghdr* const control = CMSG_FIRSTHDR(&message.header);

@@ -127,7 +127,7 @@ void expect_ended(runtime::Group& group, const std::string& part, const std::str
 void check_groups() {
   Driver& cuda = driver;
   const auto full = group_of("full", 60'000);
-  const auto staging = [&](int64_t mib) { return full->staging(mib << 20, {{}}, false); };
+  const auto staging = [&](int64_t mib) { return full->staging(mib << 20, {{}}); };
   void* const before = staging(1);
   cuda.full = true;
   expect_failure("rank 0 cannot allocate 64 MiB", [&] { (void)staging(64); });
@@ -136,6 +136,7 @@ void check_groups() {
   expect(staging(64) != before, "it is taken once it is there");
 
   const auto left = group_of("left", 60'000, "rank 1 left a call by an exception.");
+  const auto many = group_of("many", 300);
   const auto unseen = group_of("unseen", 300);
   const auto late = group_of("late", 300);
   const auto ended = group_of("ended", 300);
@@ -162,6 +163,15 @@ void check_groups() {
   expect_ended(*late, kLate, "a call is late at its deadline");
 
   cuda.ends = true;
+  cuda.stuck = reinterpret_cast<cudaStream_t>(&cuda);
+  for (int i = 1; i < 300; ++i) many->track(nullptr, 1);
+  many->track(cuda.stuck, 1);
+  call(many);
+  cuda.stuck = nullptr;
+  std::this_thread::sleep_for(200ms);
+  expect(!many->idle(), "the last of many calls is waited for");
+  expect_ended(*many, kLate, "the last of many calls is late at its deadline");
+
   call(ended);
   expect_soon([&] { return ended->idle(); }, "a call that has ended is forgotten");
   std::this_thread::sleep_for(600ms);
@@ -176,9 +186,10 @@ void check_ways_to_peers() {
     record().team = team;
     runtime::GroupOptions options = options_of("way", 60'000);
     options.peer_source = source;
-    runtime::Group group(std::move(options));
-    if (captured) group.mark_captured();
-    return group.peer_memory();
+    const auto group = std::make_unique<runtime::Group>(std::move(options));
+    driver.report = group->report();
+    if (captured) group->mark_captured();
+    return group->peer_memory();
   };
   const auto expect_way = [](const std::string& found, const std::string& begin,
                              const std::string& part) {
@@ -196,10 +207,32 @@ void check_ways_to_peers() {
   expect_way(way(false, 1, PeerSource::kAny), "none: NCCL windows: as NCCL sees it, 1 ", kRefused);
   expect_way(way(true, 0, PeerSource::kNccl), "none: ", "rank 0 has an NCCL without");
   const int aborted = driver.aborted;
+  expect(driver.freed, "a group's report ends with it");
+  driver.freed = false;
   expect_way(way(false, 2, PeerSource::kAny, true), "NCCL windows; ", kRefused);
   expect(record().windows == 3 && driver.aborted == aborted,
          "a graph keeps the windows, and their communicator");
+  expect(!driver.freed, "a graph keeps the report of its waits");
   expect(record().violations.empty(), "windows end before their communicator");
+}
+
+// The device fails at each point of a group's set-up.
+void check_failed_set_up() {
+  bool fails = true;
+  int points = 0;
+  for (; fails; ++points) {
+    record().begin_case(2, 0);
+    driver.answers = points;
+    try {
+      const runtime::Group group(options_of("set up", 60'000));
+      fails = false;
+    } catch (const runtime::Error&) {
+    }
+    driver.answers = -1;
+    driver.failed = false;
+    for (const std::string& what : record().violations) expect(false, cat(points, ": ", what));
+  }
+  expect(points > 10, "there are many points");
 }
 
 }  // namespace
@@ -207,6 +240,7 @@ void check_ways_to_peers() {
 std::vector<std::string> failed_checks() {
   check_record();
   check_ways_to_peers();
+  check_failed_set_up();
   check_groups();
   return failures;
 }

@@ -71,11 +71,17 @@ void gather_brought() {
 void collective(const char* kind, const void* source, void* destination, size_t sent,
                 size_t received, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream) {
   if (comm->aborted) record().violation(cat(kind, " on an aborted communicator"));
+  record().meets(stream);
   const int64_t from = bytes_of(sent, type);
   const int64_t to = bytes_of(received, type);
   record().now_us += kLatencyUs + static_cast<double>(std::max(from, to)) / (kLinkGbps * 1e3);
   record().operation(stream, cat(kind, " ", comm->name, " ", std::min(from, to), " bytes, ",
                                  at(source, from), " -> ", at(destination, to)));
+}
+
+void free_memory() {
+  record().free();
+  if (driver.failed) record().violation("memory is freed while NCCL's kernels may wait");
 }
 
 // The messages of the open group.
@@ -116,15 +122,16 @@ CUDA(cudaSetDevice, (int), driver.enter())
 CUDA(cudaDeviceGetStreamPriorityRange, (int* least, int* greatest), *least = 0, *greatest = -5)
 CUDA(cudaMemGetInfo, (size_t* free, size_t* all), *free = *all = size_t{1} << 36)
 CUDA(cudaHostAlloc, (void** pointer, size_t bytes, unsigned int), *pointer = std::calloc(1, bytes))
-CUDA(cudaFreeHost, (void* pointer), std::free(pointer))
-CUDA(cudaFree, (void*), record().free())
+CUDA(cudaFreeHost, (void* pointer), driver.freed = driver.freed || pointer == driver.report,
+     std::free(pointer))
+CUDA(cudaFree, (void*), free_memory())
 CUDA(cudaFreeAsync, (void*, cudaStream_t), record().host("memory is freed"))
-CUDA(cudaEventRecord, (cudaEvent_t event, cudaStream_t stream), record().mark(event, stream))
+CUDA(cudaEventRecord, (cudaEvent_t event, cudaStream_t stream), record().mark(event, stream),
+     stream != nullptr&& stream == driver.stuck ? driver.never = event : nullptr)
 CUDA(cudaStreamWaitEvent, (cudaStream_t stream, cudaEvent_t event, unsigned int),
      record().wait(stream, event))
 CUDA(cudaEventSynchronize, (cudaEvent_t), record().host("the host waits"))
 CUDA(cudaStreamSynchronize, (cudaStream_t stream), record().synchronize(stream))
-CUDA(cudaStreamQuery, (cudaStream_t stream), record().synchronize(stream))
 CUDA(cudaStreamGetId, (cudaStream_t stream, unsigned long long* id),
      *id = reinterpret_cast<unsigned long long>(stream))
 CUDA(cudaEventCreateWithFlags, (cudaEvent_t * event, unsigned int flags),
@@ -144,10 +151,16 @@ CUDA(cudaMemcpy, (void* destination, const void* source, size_t bytes, cudaMemcp
 CUDA(cudaIpcGetMemHandle, (cudaIpcMemHandle_t * handle, void* pointer),
      std::memset(handle, 0, sizeof(*handle)), std::memcpy(handle, &pointer, sizeof(pointer)))
 
-cudaError_t cudaEventQuery(cudaEvent_t) {
+cudaError_t cudaEventQuery(cudaEvent_t event) {
   driver.enter();
   record().host("an event is asked for");
-  return driver.ends ? cudaSuccess : cudaErrorNotReady;
+  return driver.ends && event != driver.never ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  record().synchronize(stream);
+  if (driver.answers >= 0 && driver.answers-- == 0) driver.failed = true;
+  return driver.failed ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
@@ -209,6 +222,7 @@ cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t bytes,
                             cudaMemcpyKind kind, cudaStream_t stream) {
   driver.enter();
   if (!record().on) return cudaSuccess;
+  if (kind == cudaMemcpyDeviceToHost) record().bring(stream);
   copy(destination, source, bytes, kind);
   record().now_us += static_cast<double>(bytes) / (kCopyGbps * 1e3);
   const auto place = [&](const void* pointer, cudaMemcpyKind by_host) {
@@ -243,8 +257,9 @@ overlap::runtime::GroupOptions recorder::options_of(const std::string& name, int
 
 NCCL(ncclGetUniqueId, (ncclUniqueId * id), std::memset(id, 0, sizeof(*id)))
 NCCL(ncclGetVersion, (int* version), *version = NCCL_VERSION_CODE)
-NCCL(ncclMemFree, (void*), record().free())
-NCCL(ncclCommAbort, (ncclComm_t comm), comm->aborted = true, ++driver.aborted)
+NCCL(ncclMemFree, (void*), free_memory())
+NCCL(ncclCommAbort, (ncclComm_t comm), comm->aborted = true, driver.failed = false,
+     ++driver.aborted)
 NCCL(ncclCommGetAsyncError, (ncclComm_t, ncclResult_t* result),
      *result = record().nccl_failed ? ncclRemoteError : ncclSuccess)
 NCCL(ncclGroupStart, (), grouped = true, messages.clear())

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <set>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -131,8 +132,15 @@ class Record {
   void free() {
     if (on && in_call_) violation("memory is freed in a call");
   }
+  // A collective of this stream may wait for other ranks.
+  void meets(cudaStream_t handle) { meeting_.insert(handle); }
+  // A copy to the host's own memory waits within the driver for all of the stream.
+  void bring(cudaStream_t handle) {
+    if (on && meeting_.contains(handle)) violation("a copy waits for ranks without a deadline");
+  }
   // The host waits for all that has been enqueued on a stream, so that all that follows comes after it.
   void synchronize(cudaStream_t handle) {
+    meeting_.erase(handle);
     if (!on || !in_call_) return;
     host("the host waits");
     Stream& awaited = streams_.at(index_of(handle));
@@ -240,6 +248,7 @@ class Record {
   };
   Clock& before(Stream& stream) { return stream.before[capture_ != 0]; }
 
+  std::set<cudaStream_t> meeting_;
   std::map<std::string, int> made_;
   std::vector<std::pair<std::string, int64_t>> memory_;
   std::vector<Stream> streams_;
@@ -266,6 +275,12 @@ struct Driver {
   std::atomic<bool> ends{true};  // what is asked of events
   std::atomic<int> aborted{0};   // communicators
   bool full = false;             // no memory is left for windows
+  int answers = -1;              // about streams, before the device fails; -1: it never does
+  bool failed = false;           // it has, and what frees memory would wait for NCCL's kernels
+  cudaStream_t stuck = nullptr;  // what comes after this stream's work never ends
+  std::atomic<cudaEvent_t> never{nullptr};  // such an event
+  const void* report = nullptr;             // pinned memory,
+  bool freed = false;                       // which has been freed
 
   void enter() {
     if (!busy) return;

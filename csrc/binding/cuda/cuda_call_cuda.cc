@@ -145,8 +145,9 @@ CudaCall::CudaCall(const OpCall& call)
     const auto captured = call.group->capture_plan(call.problem, group->machine());
     if (runtime::capture_id(stream).has_value()) {
       entry = captured;
-    } else if (!captured->prepared.exchange(true)) {
+    } else if (!captured->prepared) {
       group->prepare(captured->plan);  // a capture can make no communicators
+      captured->prepared = true;
     }
   }
   if (debug_enabled()) call.group->compare("plan", entry->plan.to_string(), at::kCUDA);

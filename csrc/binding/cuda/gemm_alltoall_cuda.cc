@@ -40,7 +40,6 @@ class AllToAll : public CudaOperands {
 
 at::Tensor gemm_alltoall_cuda(const OpCall& call) {
   const c10::cuda::CUDAGuard guard(call.input.device());
-  // K is not shared between ranks, but a rank without features has nothing that the kernels take.
   if (takes_composition(call)) return gemm_alltoall_composition(call);
   if (call.problem.k == 0) {
     call.group->count_unplanned(call.problem, at::kCUDA, "K is 0: there is nothing to compute");

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <map>
 #include <mutex>
+#include <tuple>
 
 #include "binding/cuda/cuda_call.h"
 #include "binding/cuda/cuda_trace.h"
@@ -20,11 +21,12 @@ namespace {
 // of captures, and copied within the device in each call.
 at::Tensor first_counters(const runtime::Group& group, at::Device device) {
   static std::mutex mutex;
-  static auto* made = new std::map<std::pair<const kernels::WaitReport*, int64_t>, at::Tensor>();
+  using Key = std::tuple<const kernels::WaitReport*, int64_t, c10::DeviceIndex>;
+  static auto* made = new std::map<Key, at::Tensor>();
   const std::lock_guard<std::mutex> lock(mutex);
   // A little before the watchdog's deadline for the whole call, which knows less.
   const int64_t deadline = std::chrono::nanoseconds(group.timeout()).count() / 10 * 9;
-  at::Tensor& counters = (*made)[{group.report(), deadline}];
+  at::Tensor& counters = (*made)[{group.report(), deadline, device.index()}];
   if (!counters.defined()) {
     const at::Tensor host = at::zeros({KernelCounters::kSize}, at::kInt);
     int32_t* const numbers = host.mutable_data_ptr<int32_t>();
@@ -111,7 +113,9 @@ class CudaRunner : public KernelCall::Runner, public runtime::Operands {
     chunk_name_.reset();
     if (chunk >= 0) chunk_name_.emplace(chunk);
   }
-  int32_t* counters(int32_t) override { return call_.counters().data_ptr<int32_t>(); }
+  int32_t* counters(int32_t) override {
+    TORCH_INTERNAL_ASSERT(false, "a job's counters are in its call");
+  }
 
  private:
   KernelCall& call_;

@@ -156,9 +156,11 @@ void CallBoard::meet() {
         pause = std::min(2 * pause, kLastPoll);
         continue;
       }
+      const bool others = peer == 0 && options_.world_size > 2;
       throw std::runtime_error(failure(
-          "rank " + std::to_string(peer) + " has not made its first call on CPU within " +
-          plan::in_seconds(options_.timeout) + ". It died, hangs, or calls something else."));
+          "rank " + std::to_string(peer) + (others ? ", or a rank that it waits for," : "") +
+          " has not made its first call on CPU within " + plan::in_seconds(options_.timeout) +
+          ". It died, hangs, or calls something else."));
     }
     return text_of(options_.store->get(what));
   };

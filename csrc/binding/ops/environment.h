@@ -1,4 +1,4 @@
-// The environment variables that C++ reads, parsed here and nowhere else. (Those of a build:
+// The environment variables that C++ reads, parsed here; runtime/peer_memory.cc reads OVERLAP_HOST_ID. (Those of a build:
 // tools/toolchain.py. All of them, Python's too: `python -m overlap_torch doctor`.)
 #pragma once
 

@@ -19,8 +19,8 @@ struct FinishParams;
 namespace overlap::binding {
 
 // Operands of one dtype on one device. Functions that take it may rely on more than one rank and
-// M, N, K > 0. Two exceptions, as these numbers are not shared: gemm_alltoall's input may have no
-// rows on this rank, and its K may be 0.
+// M, N, K > 0. Two exceptions: gemm_alltoall's input may have no rows on this rank, as the ranks do not share their number,
+// and its K may be 0.
 struct OpCall {
   at::Tensor input;                               // [rows on this rank, K]
   std::vector<at::Tensor> weights;                // [N_i, K]; several for allgather_gemm alone
