@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from checks import Failures
-from frameworks import needs_transformers
+from frameworks import SMALL_MODEL, drawn_model, needs_transformers
 from graphs import Graphs, expect_counts
 from layers import GatedMlp
 from meshes import check_parameter_gradients, mesh, whole_of
@@ -149,20 +149,9 @@ def test_inductor_fuses_all_of_pytorchs_styles_and_a_parallel_loss(
 
 def llama() -> torch.nn.Module:
     """Two layers of random weights, in bfloat16, whose blocks are cut as PyTorch's styles cut them."""
-    import transformers
+    from transformers import LlamaConfig
 
-    torch.manual_seed(5)
-    configuration = transformers.LlamaConfig(
-        vocab_size=TOKENS,
-        hidden_size=WIDTH,
-        intermediate_size=HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        head_dim=2,
-        max_position_embeddings=16,
-    )
-    model = transformers.LlamaForCausalLM(configuration).to(rank_device(), torch.bfloat16)
+    model = drawn_model(LlamaConfig(**SMALL_MODEL), dtype=torch.bfloat16).to(rank_device())
     layer = "model.layers.*"
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")  # fmt: skip
     rows = ("self_attn.o_proj", "mlp.down_proj")

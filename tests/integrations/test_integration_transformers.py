@@ -374,9 +374,7 @@ def test_sequence_plan_of_llama():
 def test_sequence_plan_refuses_what_it_does_not_know():
     from transformers import GPT2Config, MixtralConfig
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    experts = MixtralConfig(**sizes, **heads, vocab_size=60, num_local_experts=2)
+    experts = MixtralConfig(**SMALL_MODEL, num_local_experts=2)
     with pytest.raises(ValueError, match="no plan of sequence parallelism is known for Mixtral"):
         integration.sequence_plan(experts)
     with pytest.raises(ValueError, match="GPT2LMHeadModel: its row-parallel layers are in blocks"):

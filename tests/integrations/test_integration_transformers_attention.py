@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures
-from frameworks import SMALL_MODEL, needs_transformers
+from frameworks import SMALL_MODEL, drawn_model, needs_transformers
 from operands import rank_device
 from overlap_torch import Documents
 from overlap_torch.integrations import transformers as integration
@@ -16,12 +16,11 @@ TOKENS = 16
 
 
 def model_of(attention: str, **more):
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
-    torch.manual_seed(0)
     config = LlamaConfig(**SMALL_MODEL | {"hidden_size": 32}, **more)
-    config._attn_implementation = attention
-    return LlamaForCausalLM(config).to(rank_device(), torch.float64)
+    model = drawn_model(config, attn_implementation=attention)
+    return model.to(rank_device(), torch.float64)
 
 
 def positions_of(lengths: tuple[int, ...]) -> torch.Tensor:

@@ -7,15 +7,11 @@ import torch
 
 from bench_runs import bench
 from checks import message_of
-from frameworks import needs_transformers
+from frameworks import SMALL_MODEL, needs_transformers
 from operands import as_torchrun_places, rank_device
 
 pytestmark = needs_transformers
-
-SIZES = {
-    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_hidden_layers": 1, "vocab_size": 40, "max_position_embeddings": 32,
-}  # fmt: skip
+SIZES = {name: size for name, size in SMALL_MODEL.items() if size is not None}
 
 
 def rows_of(folder: str) -> tuple[list[list[str]], str]:
@@ -53,10 +49,8 @@ def logits_of_decoding() -> list[torch.Tensor]:
     args = SimpleNamespace(layers=2, vocabulary=40)
     tokens = torch.arange(3, device=rank_device())[:, None] * 7
     whole = module.whole_model(block, 3, args)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, vocab_size=40,
-        rms_norm_eps=1e-5,
-    )  # fmt: skip
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 40}
+    config = LlamaConfig(**SMALL_MODEL | sizes, rms_norm_eps=1e-5)
     right = LlamaForCausalLM(config).to(rank_device(), torch.bfloat16)
     weights = {
         name if name.startswith("lm_head") else f"model.{name}": value
