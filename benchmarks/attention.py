@@ -195,7 +195,12 @@ OPTIONS = (
     *model_rows(MODELS, "of the whole sequence", [8192, 32768]),
     Option("--modes", default="call,row", allowed=MODES),
     Option("--cut", default="contiguous", choices=["contiguous", "zigzag"]),
-    Option("--ours", default="nccl,chosen", check=lambda text, args: text.split(",")),
-    Option("--repeats", type=int, default=9),
+    Option(
+        "--ours",
+        default="nccl,chosen",
+        help="variants of this op, as above",
+        check=lambda text, args: text.split(","),
+    ),
+    Option("--repeats", type=int, default=9, help="turns of all variants"),
 )
 STUDY = Study(OPTIONS, _rows, _line)

@@ -220,7 +220,7 @@ OPTIONS = (
     Option(
         "--compiled", type=numbers, default=[16], help="sequences at which compiled ones run, too"
     ),
-    Option("--repeats", type=int, default=9),
+    Option("--repeats", type=int, default=9, help="turns of all variants"),
 )
 
 

@@ -293,7 +293,7 @@ OPTIONS = (
         help="weights and rows, forward only; blocks: moe's scales, while the sequence has those of rows",
     ),
     Option("--mode", choices=["call", "graph"], default="call"),
-    Option("--repeats", type=int, default=15),
+    Option("--repeats", type=int, default=15, help="turns of all variants"),
 )
 
 

@@ -70,7 +70,7 @@ def _sizes(text: str, args: argparse.Namespace) -> list[tuple[int, int]]:
 
 
 OPTIONS = (
-    Option("--rows", type=numbers, default=[1, 16, 128, 512, 2048, 8192]),
+    Option("--rows", type=numbers, default=[1, 16, 128, 512, 2048, 8192], help="M"),
     Option(
         "--shapes",
         default="4096x4096,4096x14336,8192x8192,8192x28672",
@@ -78,7 +78,7 @@ OPTIONS = (
         help="N x K of all ranks",
     ),
     Option("--mode", choices=["graph", "call", "row"], default="graph"),
-    Option("--repeats", type=int, default=9),
+    Option("--repeats", type=int, default=9, help="turns of all variants"),
 )
 
 

@@ -77,12 +77,12 @@ def _cells(row: dict) -> list[str]:
 
 
 OPTIONS = (
-    Option("--rows", type=numbers, default=[1, 6, 16, 64, 128, 512]),
-    Option("--columns", type=numbers, default=[4096, 6144, 8192]),
-    Option("--gemm", action="store_true", help="begin with a GEMM, of K / ranks"),
-    Option("--k", type=int, default=8192, help="of all ranks"),
+    Option("--rows", type=numbers, default=[1, 6, 16, 64, 128, 512], help="M"),
+    Option("--columns", type=numbers, default=[4096, 6144, 8192], help="N"),
+    Option("--gemm", action="store_true", help="begin with a GEMM; each rank has K / ranks"),
+    Option("--k", type=int, default=8192, help="K of all ranks"),
     Option("--mode", choices=["graph", "call", "row"], default="graph"),
-    Option("--repeats", type=int, default=15),
+    Option("--repeats", type=int, default=15, help="turns of all variants"),
 )
 
 

@@ -54,7 +54,16 @@ class Option:
     ) -> None:
         self.flags, self.arguments = flags, arguments
         self.allowed, self.check = tuple(allowed), check
+        arguments["help"] = self._help(arguments.get("help", ""), arguments.get("default"))
         self.name = flags[0].lstrip("-").replace("-", "_")
+
+    def _help(self, meaning: str, default: Any) -> str:
+        if self.allowed and not meaning:
+            meaning = f"comma-separated: {', '.join(self.allowed)}"
+        if default in (None, "") or "default" in meaning:
+            return meaning
+        text = ",".join(map(str, default)) if isinstance(default, list | tuple) else default
+        return f"{meaning} (default: {text})".lstrip()
 
     def value(self, args: argparse.Namespace) -> Any:
         """The value that ranks get."""

@@ -167,7 +167,7 @@ OPTIONS = (
     Option("--tokens", type=int, default=4096, help="of prefill and step"),
     Option("--sequences", type=int, default=16, help="of decode"),
     Option("--work", default=",".join(WORK), allowed=WORK, help="comma-separated"),
-    Option("--repeats", type=int, default=5),
+    Option("--repeats", type=int, default=5, help="turns of all variants"),
 )
 
 

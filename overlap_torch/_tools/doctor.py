@@ -56,7 +56,7 @@ ENVIRONMENT = (
         "OVERLAP_PEER_MEMORY",
         "ipc, nccl",
         "ipc, and nccl where it is refused",
-        "maps peers' memory by this way alone: CUDA IPC, or NCCL's symmetric windows; the same on all ranks",
+        "maps peers' memory only by this way: CUDA IPC, or NCCL's symmetric windows; the same on all ranks",
     ),
     Variable(
         "OVERLAP_HOST_ID",
@@ -74,7 +74,7 @@ ENVIRONMENT = (
         "OVERLAP_INVARIANCE",
         "none, batch, world",
         "none",
-        "batch: bits of a sum's row depend on no other row; world: nor on the number of ranks; invariance= decides for a call",
+        "batch: a sum's row has the same bits whatever the other rows; world: and on any number of ranks; invariance= decides for a call",
     ),
     Variable(
         "OVERLAP_VLLM",
@@ -487,8 +487,10 @@ def report() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report; returns the exit status."""
-    argparse.ArgumentParser(prog="python -m overlap_torch doctor", description=__doc__).parse_args(
-        argv
-    )
+    argparse.ArgumentParser(
+        prog="python -m overlap_torch doctor",
+        description="Shows what this machine and build have, which fast paths are on, why others are off, and all "
+        "environment variables.",
+    ).parse_args(argv)
     print(report())
     return 0

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ops = [name.lower() for name in Op.__members__]
     parser.add_argument("--op", choices=ops, default="gemm_allreduce")
     for name, meaning in (
-        ("m", "rows of the GEMM, over all ranks if they divide the rows; none for gemm_alltoall"),
+        ("m", "rows of the whole GEMM; not for gemm_alltoall, which has --rows"),
         ("n", "columns of the output"),
         ("k", "inner dimension on each rank"),
     ):

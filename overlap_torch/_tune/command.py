@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="runs a program and records its problems: torchrun ... -m overlap_torch tune --record FILE train.py ...",
     )
-    parser.add_argument("--op", default=OPS[0], help=f"comma-separated: {', '.join(OPS)}, all")
+    parser.add_argument(
+        "--op", default=OPS[0], help=f"comma-separated: {', '.join(OPS)}, all (default: {OPS[0]})"
+    )
     parser.add_argument(
         "--dtype",
         choices=[*_SHORT, *_FP8],
