@@ -295,17 +295,17 @@ def context_parallel_attention(
 ) -> torch.Tensor:
     """Attention over a sequence whose tokens are cut over the ranks: each rank gives its tokens, and gets their results.
 
-    The meaning is that of the composition::
+    It computes what this composition computes::
 
         K, V = in_order(all_gather(k, dim=1)), in_order(all_gather(v, dim=1))
         softmax(scale * q @ K.T + mask) @ V        # the mask of the tokens' positions
 
-    The ranks share the work by heads, by queries, or by both. With ``head_parts`` the number of ranks each one computes all queries of some heads
-    (Ulysses); with 1 all heads of its queries, with gathered keys and values. Divisors between do both. None chooses by the bytes that move,
-    forward only or both passes, by the slowest rank's work, and by the kernels.
+    ``head_parts`` says into how many parts the heads are cut. With as many parts as ranks, each rank computes all queries of some heads (Ulysses).
+    With 1, it computes all heads of its own queries, with gathered keys and values. Divisors between do both. None chooses by the bytes that move,
+    forward only or in both passes, by the slowest rank's work, and by the kernels.
 
-    Over peers copy engines bring heads in ``chunks``, each straight into its place, while the kernel computes those that came before, and bring
-    results home in the same way; no SM is given up. Else one collective of the group goes before the attention, and one after it.
+    Over peers, copy engines bring heads in ``chunks``, each straight into its place, while the kernel computes earlier ones. Results come home in the
+    same way, and no SM is given up. Otherwise one collective of the group goes before the attention, and one after it.
 
     Every rank of the group calls it with the same B, H, Hkv, D, Dv, dtype, mask and cut, in the same order of calls.
 
@@ -319,7 +319,7 @@ def context_parallel_attention(
             balances a causal mask; or a list with each rank's number, in order, zeros allowed. :func:`cut_tokens` and
             :func:`token_positions` cut alike.
         documents: a :class:`Documents`, B = 1; a token sees only its own document.
-        head_parts: 1, the number of ranks, or a divisor of it that heads allow. None: chosen.
+        head_parts: 1, the number of ranks, or a divisor of it that the numbers of heads allow. None: chosen.
         kernel: None: PyTorch's fastest that takes the call (cuDNN, flash, CPU flash), and products with a mask where none does. ``"flash"``,
             ``"cudnn"``, ``"cpu"`` or ``"masked"``: that one or an error. An :class:`AttentionKernel`; or a function
             ``(q, k, v, work) -> o``, which autograd differentiates, by a second call in backward. A function gets no ``window``.

@@ -22,11 +22,11 @@ class AttentionKernel:
 
     Attributes:
         name: how errors call it.
-        lower_right: it takes a causal mask where queries are fewer than keys, aligned at the lower right. Without it only
-            ``head_parts`` of the number of ranks, or no mask, suits it.
-        groups: it takes fewer key/value heads than query heads.
-        windows: it takes ``work.window``.
-        documents: it takes several documents in one call; without it each gets a call.
+        lower_right: True if it takes a causal mask, aligned at the lower right, with fewer queries than keys. If False, it
+            gets only calls without a mask, or with as many ``head_parts`` as ranks.
+        groups: True if it takes fewer key/value heads than query heads.
+        windows: True if it takes ``work.window``.
+        documents: True if it takes several documents in one call; if False, each document has a call of its own.
         dtypes: the operands' dtypes that it takes.
     """
 

@@ -196,7 +196,7 @@ def moe(
 ) -> torch.Tensor:
     """A mixture of experts over ranks: sends tokens to their experts' ranks, computes there, sends results back, sums them.
 
-    It means this composition::
+    It computes what this composition computes::
 
         rows, route = moe_dispatch(x, topk_ids, num_experts=num_experts, group=group)
         hidden = grouped_mm(rows, gate_up.transpose(1, 2), offs=route.offs)

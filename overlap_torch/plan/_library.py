@@ -45,10 +45,10 @@ def plan_for(
 ) -> Plan:
     """The plan that the op would run now for an output [m, n] and inner dimension k on each rank.
 
-    It is the one set for that problem, else the planner's. ``device`` None: the current CUDA device, or the CPU where there
-    is none. ``group`` is as in :func:`overlap_torch.gemm_allreduce`. ``recipe``, ``output_dtype`` and ``fast_accum``, the
-    ops' ``use_fast_accum``, are of scaled operands: ``dtype`` is the input's. ``invariance`` None is what
-    ``OVERLAP_INVARIANCE`` says.
+    It is the plan that was set for that problem, else the planner's. ``device`` None means the current CUDA device, or the
+    CPU if there is none. ``group`` is as in :func:`overlap_torch.gemm_allreduce`. Scaled operands have ``recipe``,
+    ``output_dtype`` and ``fast_accum`` (the ops' ``use_fast_accum``); ``dtype`` is then the input's. ``invariance`` None
+    takes the value of ``OVERLAP_INVARIANCE``.
     """
     problem = Problem(
         m, n, k, dtype, op=op, recipe=recipe, output_dtype=output_dtype, fast_accum=fast_accum
