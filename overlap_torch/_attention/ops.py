@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,17 +57,18 @@ def known(*given: Any) -> Attention:
     return Attention(*given)
 
 
-def _form(q: torch.Tensor, v: torch.Tensor) -> Form:
-    return Form(q.shape[0], q.dtype, q.shape[3], v.shape[3])
+def _form(q: torch.Tensor, width: int, value_width: int) -> Form:
+    # A compiler's sizes may be symbols, which a cache cannot have as keys.
+    return Form(operator.index(q.shape[0]), q.dtype, *map(operator.index, (width, value_width)))
 
 
 def _forward(q, k, v, *how):
-    o, kept, saved = _attention(_form(q, v), *how).forward(q, k, v)
+    o, kept, saved = _attention(_form(q, q.shape[3], v.shape[3]), *how).forward(q, k, v)
     return o, [*kept, *(tensor for each in saved for tensor in each)]
 
 
 def _backward(grad, q, k, v, o, kept, width, *how):
-    attention = _attention(Form(grad.shape[0], grad.dtype, width, grad.shape[3]), *how)
+    attention = _attention(_form(grad, width, grad.shape[3]), *how)
     saved = attention.saved_of(kept[attention.kept :])
     return attention.backward(grad, q, k, v, o, kept[: attention.kept], saved)
 
@@ -75,7 +77,8 @@ def _keep(ctx, inputs, output) -> None:
     q, k, v, *ctx.how = inputs
     o, kept = output
     ctx.width = q.shape[3]
-    ctx.save_for_backward(*_attention(_form(q, v), *ctx.how).wanted(q, k, v, o), *kept)
+    form = _form(q, q.shape[3], v.shape[3])
+    ctx.save_for_backward(*_attention(form, *ctx.how).wanted(q, k, v, o), *kept)
     ctx.set_materialize_grads(False)
 
 

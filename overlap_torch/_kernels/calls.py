@@ -287,6 +287,11 @@ def _code(plan: Plan | None) -> tuple[int, ...] | None:
 def _resources_of(resources: KernelResources | None, plan: Plan | None) -> KernelResources:
     """The plan's resources, if it names any, override those that the caller asked for."""
     resources = _resources.current() if resources is None else resources
+    if not isinstance(resources, KernelResources) or not isinstance(plan, Plan | None):
+        raise TypeError(
+            "resources is an overlap_torch.KernelResources and plan an overlap_torch.plan.Plan, but got "
+            f"{type(resources).__name__} and {type(plan).__name__}; `with overlap_torch.resources(...)` sets those of a block"
+        )
     if plan is None or not plan.resources.comm_sms:
         return resources
     by = "grid" if resources.by == "padding" else resources.by

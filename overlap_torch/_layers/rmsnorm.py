@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -29,7 +30,16 @@ Results = tuple[Result, torch.Tensor] | tuple[Result, torch.Tensor, torch.Tensor
 Operand = torch.Tensor | None
 
 
-def _check_how(op: str, scale: Operand, quantize: str | None, return_norm: bool) -> None:
+def _check_how(
+    op: str,
+    scale: Operand,
+    quantize: str | None,
+    return_norm: bool,
+    **given: float,
+) -> None:
+    for name, value in given.items():
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"{op}: {name} is a number, but it is a {type(value).__name__}")
     if quantize not in _QUANTIZE:
         allowed = ", ".join(map(repr, _QUANTIZE))
         raise ValueError(f"{op}: quantize is {quantize!r}; allowed are {allowed}")
@@ -156,7 +166,8 @@ def _call(
         optional = zip(("residual", "bias", "scale"), (others[0], *others[2:]), strict=True)
         given = {key: operand for key, operand in optional if operand is not None}
         check_tensors(op, **required, **given)
-    _check_how(op, scale, quantize, how["return_norm"])
+    given = {"eps": how["eps"], "gain_offset": how["gain_offset"]}
+    _check_how(op, scale, quantize, how["return_norm"], **given)
     fakes.check_invariance(op, how["invariance"])
     operands = (terms, weight, *others)
     if is_dynamo_compiling():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,12 @@ class Gate:
     gated: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("alpha", "limit", "offset"):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real) and (name, value) != ("limit", None):
+                raise TypeError(
+                    f"{name} is a number, but it is a {type(value).__name__}: {value!r}"
+                )
         if not self.name or self.name not in _ACTIVATIONS or self.alpha == 0:
             raise ValueError(
                 f"an activation is one of {', '.join(filter(None, _ACTIVATIONS))}, with an alpha other than 0, but got "

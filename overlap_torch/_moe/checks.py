@@ -97,6 +97,21 @@ class Way(NamedTuple):
     group: str
 
 
+def check_way(sum_order: str, limits: tuple[int | None, int | None], transport: str | None) -> None:
+    """Checks the options that say how rows travel."""
+    if sum_order not in ("choices", "ranks"):
+        raise ValueError(f'sum_order is "choices" or "ranks", but got {sum_order!r}')
+    if transport not in (None, "peer", "nccl"):
+        raise ValueError(f'transport is None, "peer" or "nccl", but got {transport!r}')
+    for name, limit in zip(("max_tokens", "max_rows"), limits, strict=True):
+        if limit is not None:
+            checked_count(name, limit)
+    if limits != (None, None) and (None in limits or min(limits) < 1):
+        raise ValueError(
+            f"max_tokens and max_rows are given together, each at least 1, but got {limits[0]} and {limits[1]}"
+        )
+
+
 def way_of(
     what: str,
     x: torch.Tensor,
@@ -108,14 +123,7 @@ def way_of(
 ) -> Way:
     """Checks the options, which are the same on all ranks, and chooses what carries the rows. ``what``: the op whose report says so,
     or empty."""
-    if sum_order not in ("choices", "ranks"):
-        raise ValueError(f'sum_order is "choices" or "ranks", but got {sum_order!r}')
-    if transport not in (None, "peer", "nccl"):
-        raise ValueError(f'transport is None, "peer" or "nccl", but got {transport!r}')
-    if limits != (None, None) and (None in limits or min(limits) < 1):
-        raise ValueError(
-            f"max_tokens and max_rows are given together, each at least 1, but got {limits[0]} and {limits[1]}"
-        )
+    check_way(sum_order, limits, transport)
     max_tokens, max_rows = (limit or 0 for limit in limits)
     if max_rows and topk_ids.shape[:-1].numel() > max_tokens:
         raise ValueError(
@@ -282,7 +290,9 @@ def scales_of(
     ]
 
 
-def check_options(shares_on: str, save: str) -> None:
+def check_options(shares_on: str, save: str, interleaved: bool) -> None:
+    if not isinstance(interleaved, bool):
+        raise TypeError(f"interleaved is True or False, but got {interleaved!r}")
     if shares_on not in ("output", "hidden", "input"):
         raise ValueError(f'shares_on is "output", "hidden" or "input", but got {shares_on!r}')
     if save not in ("rows", "gate_up", "nothing") or (save != "rows" and shares_on == "input"):

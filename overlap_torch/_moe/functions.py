@@ -252,7 +252,7 @@ def moe(
     """
     name = group_name(group)
     gate = Gate.of(activation)
-    check_options(shares_on, save)
+    check_options(shares_on, save, interleaved)
     check_tensors("moe", x=x, topk_ids=topk_ids, topk_weights=topk_weights)
     gate_up, (down,) = one_weight("gate_up", gate_up, gate.gated), one_weight("down", down, False)
     if interleaved and len(gate_up) == 2:

@@ -179,6 +179,14 @@ def allgather_gemm(
                 f"allgather_gemm: for a sequence of weights (here {len(weight)}) bias must be None or a sequence with a tensor "
                 f"[N] or None for each, but it is one tensor of shape {tuple(bias.shape)}; give a list, as bias.split(...) does"
             )
+        for name, each in (
+            ("bias", bias or []),
+            ("scale_weight", [] if unscaled else scale_weight),
+        ):
+            if not isinstance(each, Iterable):
+                raise TypeError(
+                    f"allgather_gemm: for a sequence of weights {name} must be a sequence, but it is a {type(each).__name__}"
+                )
         bias = list(bias or [])
         if unscaled:
             return _op_weights.call(group, input, weight, bias, dim)

@@ -106,6 +106,10 @@ def finish(
 def quantized(numbers: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [..., N] to float8_e4m3fn, and the scale of each block of so many columns, float32 [..., blocks]."""
     columns = numbers.shape[-1]
+    if columns == 0:  # one scale all the same, where a row is a block
+        return _to_fp8(numbers), numbers.new_full(
+            (*numbers.shape[:-1], int(width == 0)), 1e-12 / 448
+        )
     blocks = functional.pad(numbers, (0, -columns % width)).unflatten(-1, (-1, width))
     largest = blocks.abs().amax(-1).clamp(min=1e-12)
     scales = largest / largest.new_full((), 448.0)  # CUDA multiplies by a number's reciprocal

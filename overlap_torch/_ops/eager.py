@@ -7,8 +7,9 @@ Such a call goes through torch.ops, which reads schema and arguments itself. A c
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -76,21 +77,26 @@ class Op:
         return self.overload(*arguments[: self.positional], **keywords)
 
 
+# What a schema's types take, by a part of their names, in this order: in words, and the classes.
+_KINDS = {
+    "Tensor": ("tensor", torch.Tensor),
+    "int": ("number", (SupportsIndex, torch.dtype)),  # dtypes are numbers in a schema
+    "bool": ("bool", bool),
+    "str": ("string", str),
+    "float": ("number", numbers.Real),
+}
+
+
 def _check_types(op: torch._ops.OpOverload, values: tuple[Any, ...]) -> None:
     """Raises TypeError for a value that the operator's schema does not take."""
     for argument, value in zip(op._schema.arguments, values, strict=False):
         kind = str(argument.type)
         listed, optional = kind.startswith("List"), "Optional" in kind
         each = value if listed and isinstance(value, (list, tuple)) else [value]
-        if "Tensor" in kind:
-            right = all(isinstance(one, torch.Tensor) or (one is None and optional) for one in each)
-        elif kind in ("int", "List[int]"):
-            # Dtypes are numbers in a schema.
-            right = all(hasattr(one, "__index__") or isinstance(one, torch.dtype) for one in each)
-        else:
-            continue
+        wanted, types = next(known for name, known in _KINDS.items() if name in kind)
+        right = all(isinstance(one, types) or (one is None and optional) for one in each)
         if not right or listed != (each is value):
-            wanted = ("tensor" if "Tensor" in kind else "number") + (" or None" if optional else "")
+            wanted += " or None" if optional else ""
             given = type(value).__name__
             if each is value:
                 given += f" with {', '.join(dict.fromkeys(type(one).__name__ for one in each))}"

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from overlap_torch._layers.sharding import checked_count
 from overlap_torch._ops.group import Group, group_name, process_group
 from overlap_torch._tune.session import Session, Tuned, words
 from overlap_torch.plan import Plan, Problem
@@ -64,11 +65,15 @@ def tune(
         A :class:`Tuned` for each problem and mode, in order; the same on all ranks.
 
     Raises:
-        ValueError: an argument that is not allowed, a call inside a CUDA graph's capture, or a problem
+        ValueError, TypeError: an argument that is not allowed, a call inside a CUDA graph's capture, or a problem
             of another number of ranks.
         RuntimeError: a rank did not come within the group's timeout.
     """
     check_arguments(modes, most, repeats)
+    plans = list(plans)
+    for plan in plans:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plans are of overlap_torch.plan, but got a {type(plan).__name__}")
     name = group_name(group)
     members = process_group(name)
     where = device_of(device)
@@ -83,7 +88,7 @@ def tune(
                 raise TypeError(
                     f"tune takes plan.types.Problem, several of them, but got a {type(problem).__name__}"
                 )
-    session = Session(name, members, where, most, repeats, cache, list(plans))
+    session = Session(name, members, where, most, repeats, cache, plans)
     wanted = session.agree_on(wanted)
     for problem in wanted:
         if problem.world_size != members.size():
@@ -110,7 +115,7 @@ def tune(
 def check_arguments(modes: Sequence[str], most: int, repeats: int) -> None:
     if isinstance(modes, str) or not modes or any(mode not in MODES for mode in modes):
         raise ValueError(f"modes is {modes!r}, allowed are sequences of {', '.join(MODES)}")
-    if most < 1 or repeats < 1:
+    if checked_count("most", most) < 1 or checked_count("repeats", repeats) < 1:
         raise ValueError(f"most is {most} and repeats {repeats}, allowed are 1 or more")
 
 

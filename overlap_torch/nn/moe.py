@@ -15,7 +15,7 @@ from overlap_torch._layers.meshes import group_mesh, note_mesh
 from overlap_torch._layers.placements import local_parts
 from overlap_torch._layers.sharding import checked_count, shard_range
 from overlap_torch._moe.activation import Gate
-from overlap_torch._moe.checks import check_scaled_sizes
+from overlap_torch._moe.checks import check_options, check_scaled_sizes, check_way
 from overlap_torch._moe.functions import moe
 from overlap_torch._moe.scaled import block_quantized, row_quantized
 from overlap_torch._ops import Group, group_name
@@ -71,6 +71,8 @@ class MoE(torch.nn.Module):
         sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         for name, value in (sizes | {"num_experts": num_experts}).items():
             checked_count(name, value)
+        check_options(shares_on, save, interleaved)
+        check_way(sum_order, (max_tokens, max_rows), transport)
         if min(hidden_size, intermediate_size, num_experts) < 1:
             raise ValueError(
                 "hidden_size, intermediate_size and num_experts are at least 1, but got "

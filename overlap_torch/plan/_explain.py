@@ -173,6 +173,11 @@ def walk(
     receive_rows: Sequence[int] = (),
 ) -> tuple[dict, _plan.Price]:
     """A rank's list of steps, from its JSON, and its expected times."""
+    if machine.sm_count < 1 or machine.sm_gflops <= 0:
+        raise ValueError(
+            f"the machine has sm_count = {machine.sm_count} and sm_gflops = {machine.sm_gflops:g}, allowed are numbers above 0: "
+            "take overlap_torch.plan.machine(), or give both"
+        )
     rows = {"send_rows": list(send_rows), "receive_rows": list(receive_rows)}
     made = json.loads(_plan.steps_json(plan, rank, machine, **rows))
     return made, _plan.price_steps(plan, rank, machine, **rows)

@@ -83,7 +83,9 @@ def row_panels(
     whole_clusters = problem.traits.gathers or owned
     grain = shape.cluster_m // (1 if whole_clusters else math.gcd(shape.cluster_m, parts))
     rows = _tiles(-(-problem.m // parts), shape.tile_m, grain)
-    heights = _split(rows, chunks, grain, "tile rows") if isinstance(chunks, int) else list(chunks)
+    heights = (
+        _split(rows, chunks, grain, "tile rows") if hasattr(chunks, "__index__") else list(chunks)
+    )
     if band_rows is None:
         band_rows = max(shape.cluster_m, min([BAND_ROWS, *(parts * height for height in heights)]))
         band_rows -= band_rows % shape.cluster_m
@@ -158,7 +160,7 @@ def packed(
     shape = _shape(kernel, transport, tile)
     rows = _tiles(problem.m, shape.tile_m, shape.cluster_m)
     tiles = rows * _tiles(problem.n, shape.tile_n)
-    sizes = _split(tiles, chunks, 1, "tiles") if isinstance(chunks, int) else list(chunks)
+    sizes = _split(tiles, chunks, 1, "tiles") if hasattr(chunks, "__index__") else list(chunks)
     if band_rows is None:
         band_rows = max(shape.cluster_m, min(BAND_ROWS, rows))
     plan = _plan.make_packed(problem, kernel, sizes, band_rows, room, max_ctas, transport, shape)

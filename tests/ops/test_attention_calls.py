@@ -214,6 +214,30 @@ def test_attention_cuts_tokens_and_positions_alike(failures: Failures) -> None:
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_attention_compiles_for_sizes_that_change(failures: Failures) -> None:
+    """A second size, or ``dynamic=True``, makes symbols of batch, heads and width."""
+    on_gpu = rank_device().type == "cuda"
+    for tokens, dynamic in itertools.product(("contiguous", "zigzag"), (None, True)):
+
+        def function(q):
+            return attend(q, q, q, causal=True, tokens=tokens)  # noqa: B023
+
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for batch, heads, width in ((1, 4, 8), (2, 4, 8), (3, 8, 16)):
+            dtype = torch.bfloat16 if on_gpu else torch.float32
+            (q,) = operands((heads, width), batch=batch, dtype=dtype)
+            found, right = compiled(q), function(q)
+            pairs = [(found, right)]
+            if not on_gpu:  # flash attention adds gradients in any order
+                pairs += zip(
+                    *(torch.autograd.grad(each.sum(), q) for each in pairs[0]), strict=True
+                )
+            for one, other in pairs:
+                failures.expect_equal([one], [other], tokens, dynamic, batch)
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_attention_compiles_to_one_operator(failures: Failures) -> None:
     """One graph with a built-in kernel; a caller's breaks it, and says why."""
     on_gpu = rank_device().type == "cuda"

@@ -255,6 +255,8 @@ WRONG = [
     (ValueError, 'save is "rows"', {"save": "all"}),
     (ValueError, 'only "rows" with', {"save": "nothing", "shares_on": "input"}),
     (ValueError, "sum_order is", {"sum_order": "any"}),
+    (TypeError, "interleaved is True or False", {"interleaved": "yes"}),
+    (TypeError, "max_rows must be an integer", {"max_tokens": 99, "max_rows": 16.5}),
     (ValueError, "transport is None", {"transport": "gloo"}),
     (ValueError, "are given together", {"max_rows": 8}),
     (ValueError, "more than max_tokens=5", {"max_rows": 8, "max_tokens": 5}),

@@ -292,6 +292,8 @@ REFUSED = [
     ({"norm_weight": None}, "norm_weight must be a tensor, but it is a NoneType"),
     ({"residual": (0.0,)}, "residual must be a tensor, but it is a tuple"),
     ({"quantize": "tensorwise", "scale": 0.5}, "scale must be a tensor, but it is a float"),
+    ({"eps": None, "round_before_gain": True}, "eps is a number, but it is a NoneType"),
+    ({"gain_offset": "1"}, "gain_offset is a number, but it is a str"),
 ]
 
 
@@ -306,6 +308,17 @@ def test_rmsnorm_refuses_what_does_not_fit(failures: Failures, changed: dict, wo
     given["input"], given["weight"] = given.pop("partial"), None
     said = message_of(overlap_torch.gemm_allreduce_rmsnorm, **given)
     failures.holds("weight must be a tensor, but it is a NoneType", said)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.ranks((2, "gloo"))
+def test_rmsnorm_takes_no_columns(failures: Failures, rows: int) -> None:
+    for quantize, blocks in ((None, None), ("rowwise", 1), ("blockwise", 0)):
+        operands = torch.ones(rows, 8), torch.ones(0, 8), None, torch.ones(0)
+        results = overlap_torch.gemm_allreduce_rmsnorm(*operands, quantize=quantize)
+        shapes = [tuple(each.shape) for each in torch.utils._pytree.tree_leaves(results)]
+        scales = [] if blocks is None else [(rows, blocks)]
+        failures.equal(sorted(shapes), sorted([(rows, 0), (rows, 0), *scales]), quantize)
 
 
 # --- over peers -------------------------------------------------------------------------------------

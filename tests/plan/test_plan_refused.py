@@ -4,8 +4,15 @@ from functools import partial
 
 import pytest
 
-from overlap_torch.plan import Plan, Problem, types
-from overlap_torch.plan.templates import at_once, make_all_to_all, packed, row_panels
+from overlap_torch.plan import Machine, Plan, Problem, types
+from overlap_torch.plan.programs import one_shot
+from overlap_torch.plan.templates import (
+    at_once,
+    make_all_to_all,
+    make_sequential,
+    packed,
+    row_panels,
+)
 from plan_grids import example
 
 OPS = [types.Op.GEMM_ALLREDUCE, types.Op.GEMM_REDUCESCATTER, types.Op.ALLGATHER_GEMM]
@@ -96,7 +103,6 @@ WRONG = {
         ({"tile_n": 0}, "tile_n = 0, allowed are 1 to"),
         ({"problem": Problem(1024, 512, 64, types.DType.FLOAT32, 2)}, "given float32, but it computes bfloat16, float16 and fp8.*'library'"),
         ({"problem": Problem(-1, 512, 64)}, "m = -1, allowed are 0 to"),
-        ({"problem": Problem(1024, 512, 64, world_size=0)}, "world_size = 0, allowed are 1 to"),
         ({"problem": Problem(1024, 512, 0, world_size=2)}, "empty problem .* take .* sequential"),
         ({"problem": Problem(2**40, 2**40, 64)}, "allowed are 2147483647 in all"),
         ({"chunks": [types.Chunk(32, types.Transport.GLOO)]}, "travel by gloo, which moves host memory"),
@@ -307,3 +313,21 @@ CALLS = [
 def test_plan_templates_say_what_is_allowed(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("world", [0, -1])
+def test_plan_problem_of_no_ranks_is_refused(world):
+    with pytest.raises(ValueError, match=f"world_size = {world}, allowed are 1 or more"):
+        Problem(1024, 512, 64, world_size=world)
+
+
+@pytest.mark.parametrize("machine", [Machine(), Machine(arch=90), Machine(sm_count=132)], ids=repr)
+@pytest.mark.parametrize(
+    "make", [make_sequential, lambda whole, _: one_shot(whole, transport="gloo")]
+)
+def test_plan_explain_refuses_a_machine_without_sms(make, machine):
+    plan = make(Problem(512, 256, 128, "float32", 2), Machine(arch=90, sm_count=132, sm_gflops=1e3))
+    with pytest.raises(
+        ValueError, match="allowed are numbers above 0: take overlap_torch.plan.machine"
+    ):
+        plan.explain(machine)

@@ -527,11 +527,14 @@ def test_tune_ranks_by_what_was_measured_nearby():
         ({"modes": ()}, r"modes is \(\), allowed"),
         ({"most": 0}, "most is 0 and repeats 10, allowed are 1 or more"),
         ({"repeats": 0}, "most is 4 and repeats 0, allowed are 1 or more"),
+        ({"most": 1.5}, "most must be an integer, but it is a float"),
+        ({"repeats": 2.5}, "repeats must be an integer, but it is a float"),
+        ({"plans": [3]}, "plans are of overlap_torch.plan, but got a int"),
     ],
     ids=str,
 )
 def test_tune_says_what_is_allowed(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         overlap_torch.tune([], **options)
 
 

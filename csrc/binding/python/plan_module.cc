@@ -160,6 +160,10 @@ void bind_parts(py::module_& m) {
                        int32_t world_size, const py::object& op, const py::object& recipe,
                        const py::object& output_dtype, bool fast_accum,
                        const py::object& invariance) {
+             if (world_size < 1) {
+               throw std::invalid_argument("problem has world_size = " + std::to_string(world_size) +
+                                           ", allowed are 1 or more: take the process group's size");
+             }
              Problem problem{member<Op>(op),
                              rows,
                              columns,
