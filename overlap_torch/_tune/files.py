@@ -26,16 +26,23 @@ from overlap_torch.plan.types import Invariance, Recipe
 
 SCHEMA = 1
 _KIND = "overlap_torch.tuned"
-# Variables that may change a plan's time. The folder and the log do not.
+# Variables that may change a plan's time, and those that do not: the folder, the log, the build, who calls tune or the ops.
 _PREFIXES = ("NCCL_", "OVERLAP_")
 _IDLE = (
     "NCCL_HOSTID",
+    "OVERLAP_ARCHS",
     "OVERLAP_CACHE",
+    "OVERLAP_CUDA",
     "OVERLAP_DEBUG",
+    "OVERLAP_DTYPES",
     "OVERLAP_HOST_ID",
     "OVERLAP_LOG",
+    "OVERLAP_MOE_ROWS",
     "OVERLAP_ON_FAILURE",
+    "OVERLAP_SGLANG",
     "OVERLAP_TIMEOUT_S",
+    "OVERLAP_TUNE",
+    "OVERLAP_VLLM",
 )
 _unwritten: dict[Path, dict[str, Any]] = {}  # entries that the disk did not take
 

@@ -581,7 +581,10 @@ def test_tune_files_know_what_times_hold_for(monkeypatch):
     device = torch.device("cpu")
     machine = plan.Machine(sm_count=4)
     before = _tuned_files.environment(device, machine, 2)
-    monkeypatch.setenv("OVERLAP_CACHE", "/somewhere")
+    # A program with OVERLAP_TUNE=1, in vLLM too, finds what the command has measured.
+    idle = {"CACHE": "/somewhere", "TUNE": "1", "VLLM": "1", "MOE_ROWS": "64", "ARCHS": "sm_90a"}
+    for name, value in idle.items():
+        monkeypatch.setenv(f"OVERLAP_{name}", value)
     assert _tuned_files.environment(device, machine, 2) == before
     machine.clique = 2  # plans between hosts of two ranks
     assert _tuned_files.environment(device, machine, 2) == {**before, "clique": "2"}
