@@ -262,6 +262,7 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
     """The layer that :class:`OverlapColwiseParallel` makes of a ``torch.nn.Linear``."""
 
     placements: ClassVar[dict[str, Placements]] = {"weight": (Shard(0),), "bias": (Shard(0),)}
+    _overlap_columns = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""
@@ -302,6 +303,7 @@ class OverlapRowwiseLinear(_OverlapLinear):
     """The layer that :class:`OverlapRowwiseParallel` makes of a ``torch.nn.Linear``."""
 
     placements: ClassVar[dict[str, Placements]] = {"weight": (Shard(1),), "bias": (Replicate(),)}
+    _overlap_columns = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import TypedDict
 
 import torch
@@ -165,14 +163,12 @@ class _Layer:
     rows: set[int] = field(default_factory=set)  # the possible M after its last input
     called: bool = False
 
-    @property
-    def parent(self) -> str:
-        return self.name.rpartition(".")[0]
-
 
 def _layers(model: torch.nn.Module) -> Iterator[_Layer]:
     for name, module in model.named_modules():
-        kind = _columns(module)
+        # Attributes of the layers' classes: they cut N over the ranks, else K; parameters are this rank's parts, else DTensors.
+        kind = getattr(type(module), "_overlap_columns", None)
+        holds_parts = getattr(type(module), "_overlap_holds_parts", False)
         if kind is None or module.__dict__.get(_FALLBACK, "").startswith(_FOREIGN):
             continue
         world_size = module.world_size
@@ -184,7 +180,7 @@ def _layers(model: torch.nn.Module) -> Iterator[_Layer]:
         ]
         if not weights:
             continue
-        parts = 1 if _holds_parts(module) else world_size
+        parts = 1 if holds_parts else world_size
         if kind:
             n = sum(-(-weight.shape[0] // parts) for weight in weights)
             k = weights[0].shape[1]
@@ -197,33 +193,6 @@ def _layers(model: torch.nn.Module) -> Iterator[_Layer]:
         yield layer
 
 
-def _columns(module: torch.nn.Module) -> bool | None:
-    """True for a column layer of this package, False for a row layer, None for another module."""
-    # The module is not imported for this: without the import a model has none of its layers.
-    nn, parallel = (sys.modules.get(f"overlap_torch.{name}") for name in ("nn", "parallel"))
-    if nn is not None and isinstance(module, nn.ColumnParallelLinear | nn.RowParallelLinear):
-        return isinstance(module, nn.ColumnParallelLinear)
-    if parallel is not None and isinstance(module, parallel.OverlapColwiseLinear):
-        return True
-    if parallel is not None and isinstance(module, parallel.OverlapRowwiseLinear):
-        return False
-    if _holds_parts(module):
-        return isinstance(module, _megatron().OverlapColumnParallelLinear)
-    return None
-
-
-def _megatron() -> ModuleType | None:
-    return sys.modules.get("overlap_torch.integrations.megatron")
-
-
-def _holds_parts(module: torch.nn.Module) -> bool:
-    """True if the layer's parameters are this rank's parts as plain tensors, as in Megatron; else they are DTensors."""
-    megatron = _megatron()
-    return megatron is not None and isinstance(
-        module, megatron.OverlapColumnParallelLinear | megatron.OverlapRowParallelLinear
-    )
-
-
 def _possible_rows(leading: Sequence[int], world_size: int) -> set[int]:
     """The possible M, if none or one of these dims is divided among the ranks, with padding to equal parts."""
     total = math.prod(leading)
@@ -234,19 +203,16 @@ def _possible_rows(leading: Sequence[int], world_size: int) -> set[int]:
     return rows
 
 
-def _ways(columns: bool, n: int, k: int) -> list[tuple[str, str, int, int]]:
-    """Direction, op, n and k of all calls that layers of these features make."""
-    if columns:
-        return [
-            ("forward", "allgather_gemm", n, k),
-            ("backward", "gemm_reducescatter", k, n),
-            ("backward", "gemm_allreduce", k, n),
-        ]
-    return [
-        ("forward", "gemm_allreduce", n, k),
-        ("forward", "gemm_reducescatter", n, k),
-        ("backward", "allgather_gemm", k, n),
-    ]
+def _direction(problem: ReportRow, columns: bool, n: int, k: int) -> str | None:
+    """The direction in which layers of these features call a problem of its sizes; None if they do not.
+
+    Column layers gather forward and reduce backward, row layers the other way round.
+    """
+    forward = (problem["op"] == "allgather_gemm") == columns
+    sizes = (n, k) if forward else (k, n)
+    if problem["op"] == "gemm_alltoall" or sizes != (problem["n"], problem["k"]):
+        return None
+    return "forward" if forward else "backward"
 
 
 # --- the report -----------------------------------------------------------------------------------------------
@@ -348,13 +314,6 @@ def _callers(
     problem: ReportRow, layers: Sequence[_Layer], by_rows: bool
 ) -> list[tuple[Sequence[_Layer], str]]:
     """The layers that may have called it, each with a direction; or those that may have done so together."""
-
-    def direction_of(columns: bool, n: int, k: int) -> str | None:
-        for direction, *call in _ways(columns, n, k):
-            if call == [problem["op"], problem["n"], problem["k"]]:
-                return direction
-        return None
-
     fitting = [
         layer
         for layer in layers
@@ -362,7 +321,7 @@ def _callers(
     ]
     found: list[tuple[Sequence[_Layer], str]] = []
     for layer in fitting:
-        direction = direction_of(layer.columns, layer.n, layer.k)
+        direction = _direction(problem, layer.columns, layer.n, layer.k)
         if direction is not None:
             found.append(([layer], direction))
     if found:
@@ -371,13 +330,14 @@ def _callers(
     readers: dict[tuple[str, int], list[_Layer]] = {}
     for layer in fitting:
         if layer.columns:
-            readers.setdefault((layer.parent, layer.k), []).append(layer)
+            parent = layer.name.rpartition(".")[0]
+            readers.setdefault((parent, layer.k), []).append(layer)
     for (_, k), siblings in readers.items():
         count = len(siblings)  # of two layers or more together, the most first
         counts = range(count, 1, -1) if count <= _MOST_READERS else (count,)
         sets = (itertools.combinations(siblings, size) for size in counts)
         for together in itertools.chain.from_iterable(sets):
-            direction = direction_of(True, sum(layer.n for layer in together), k)
+            direction = _direction(problem, True, sum(layer.n for layer in together), k)
             if direction is not None:
                 found.append((together, direction))
                 break

@@ -60,6 +60,7 @@ class _InGroup:
     """The layer's properties that the report reads."""
 
     tp_group: dist.ProcessGroup | None
+    _overlap_holds_parts = True
 
     @property
     def group(self) -> str:
@@ -84,6 +85,8 @@ class OverlapColumnParallelLinear(_InGroup, layers.ColumnParallelLinear):
     with the reason in :func:`overlap_torch.report`, if it defers the weight's gradient, gathers the weight first (GTP), or
     accumulates gradients for Megatron-FSDP or under autocast.
     """
+
+    _overlap_columns = True
 
     def forward(
         self,
@@ -137,6 +140,8 @@ class OverlapRowParallelLinear(_InGroup, layers.RowParallelLinear):
     :func:`overlap_torch.report`, if it gathers the weight first (GTP), offloads activations to the CPU, or accumulates
     gradients for Megatron-FSDP or under autocast.
     """
+
+    _overlap_columns = False
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As Megatron's: [sequence, batch, this rank's part of input_size] to [sequence, batch, output_size]. With sequence

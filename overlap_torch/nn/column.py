@@ -64,6 +64,7 @@ class ColumnParallelLinear(ParallelLinear):
     """
 
     _placements: ClassVar[dict[str, Placements]] = {"weight": (Shard(0),), "bias": (Shard(0),)}
+    _overlap_columns = True
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class RowParallelLinear(ParallelLinear):
     """
 
     _placements: ClassVar[dict[str, Placements]] = {"weight": (Shard(1),), "bias": (Replicate(),)}
+    _overlap_columns = False
 
     def __init__(
         self,
