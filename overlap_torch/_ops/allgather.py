@@ -20,21 +20,47 @@ _op_scaled = eager.Op(torch.ops.overlap.allgather_gemm.scaled)
 _op_scaled_weights = eager.Op(torch.ops.overlap.allgather_gemm.scaled_weights)
 
 
-@torch.library.register_fake("overlap::allgather_gemm.weights")
-def _fake_weights(input, weights, biases, *, dim=0, group):
-    dim = fakes.row_dim("allgather_gemm", input, dim)
-    fakes.check_number_of_biases("allgather_gemm", weights, biases)
-    for weight, bias in zip(weights, biases or [None] * len(weights), strict=True):
-        fakes.check_operands("allgather_gemm", input, weight, bias)
-    leading = fakes.with_size(input.shape[:-1], dim, input.shape[dim] * world_size(group))
-    outputs = [input.new_empty((*leading, weight.shape[0])) for weight in weights]
-    return outputs, input.new_empty((*leading, input.shape[-1]))
+def _fake(
+    input, weights, biases, scale_input=None, scale_weights=None, *, dim=0, group, shared_scale_input=False, **how
+):  # fmt: skip
+    op, world = "allgather_gemm", world_size(group)
+    place = fakes.row_dim(op, input, dim)
+    fakes.check_number_of_biases(op, weights, biases)
+    operands = (weights, biases or [None] * len(weights), scale_input, scale_weights)
+    dtype, recipe = scaled.checked(op, input, *operands, dim=dim, **how)
+    torch._check_value(
+        recipe == "tensor" or not shared_scale_input,
+        lambda: f"{op}: shared_scale_input is for TensorWise scales",
+    )
+    leading = fakes.with_size(input.shape[:-1], place, input.shape[place] * world)
+    outputs = [input.new_empty((*leading, weight.shape[0]), dtype=dtype) for weight in weights]
+    gathered = input.new_empty((*leading, input.shape[-1]))
+    if recipe is None:
+        return outputs, gathered
+    if recipe == "tensor":
+        shape = [1 if shared_scale_input else world]
+    else:
+        shape = fakes.with_size(scale_input.shape, 0, scale_input.shape[0] * world)
+    return outputs, gathered, scale_input.new_empty(shape)
 
 
-@torch.library.register_fake("overlap::allgather_gemm")
-def _fake(input, weight, bias=None, *, dim=0, group):
-    (output,), gathered = _fake_weights(input, [weight], [bias], dim=dim, group=group)
-    return output, gathered
+def _fake_of_one(input, weight, bias=None, scales=(), **how):
+    (output,), *others = _fake(input, [weight], [bias], *scales, **how)
+    return output, *others
+
+
+torch.library.register_fake("overlap::allgather_gemm", _fake_of_one)
+torch.library.register_fake("overlap::allgather_gemm.weights", _fake)
+
+
+@torch.library.register_fake("overlap::allgather_gemm.scaled")
+def _fake_scaled(input, weight, scale_input, scale_weight, bias=None, **how):
+    return _fake_of_one(input, weight, bias, (scale_input, [scale_weight]), **how)
+
+
+@torch.library.register_fake("overlap::allgather_gemm.scaled_weights")
+def _fake_scaled_weights(input, weights, scale_input, scale_weights, biases, **how):
+    return _fake(input, weights, biases, scale_input, scale_weights, **how)
 
 
 register_vmap(_op.overload)

@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import ScalingType
 
 from overlap_torch._ops import fakes, library  # noqa: F401  (the library holds the ops)
-from overlap_torch._ops.group import world_size
 
 # The types of scaled operands, of which one is the first, and of their results.
 OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -67,29 +66,14 @@ def _blocks(size: int) -> int:
 # --- fake kernels ---------------------------------------------------------------------------------------------
 
 
-def _same(shape: Sequence[int], other: Sequence[int]) -> bool:
-    return len(shape) == len(other) and all(a == b for a, b in zip(shape, other, strict=True))
-
-
-def _fits_input(recipe: str, shape: Sequence[int], input: torch.Tensor) -> bool:
+def _fits(recipe: str, shape: Sequence[int], leading: Sequence[int], k: int) -> bool:
+    """True if scales of this shape are the recipe's for an operand [*leading, k]."""
     if recipe == "tensor":
         return all(size == 1 for size in shape)
-    columns = 1 if recipe == "row" else _blocks(input.shape[-1])
-    rows = math.prod(input.shape[:-1])
-    return (
-        _same(shape, (rows, columns))
-        or _same(shape, (*input.shape[:-1], columns))
-        or (recipe == "row" and _same(shape, (rows,)))
-    )
-
-
-def _fits_weight(recipe: str, shape: Sequence[int], weight: torch.Tensor) -> bool:
-    n, k = weight.shape
-    if recipe == "tensor":
-        return all(size == 1 for size in shape)
-    if recipe == "row":
-        return _same(shape, (n, 1)) or _same(shape, (n,))
-    return _same(shape, (_blocks(n), _blocks(k)))
+    rows, columns = math.prod(leading), 1 if recipe == "row" else _blocks(k)
+    allowed = [(rows, columns), (*leading, columns), *([(rows,)] if recipe == "row" else [])]
+    alike = (one for one in allowed if len(one) == len(shape))
+    return any(all(a == b for a, b in zip(shape, one, strict=True)) for one in alike)
 
 
 class _Scales(NamedTuple):
@@ -133,11 +117,12 @@ def _recipe(op: str, input: torch.Tensor, weights: Sequence[torch.Tensor], scale
         ),
     )
     for weight, scale in zip(weights, scales.weights, strict=True):
+        n, k = weight.shape
         fitting = [
             name
             for name in fitting
-            if _fits_input(name, scales.input.shape, input)
-            and _fits_weight(name, scale.shape, weight)
+            if _fits(name, scales.input.shape, input.shape[:-1], k)
+            and _fits(name, scale.shape, [_blocks(n) if name == "block" else n], k)
         ]
         torch._check_value(
             len(fitting) == 1,
@@ -198,10 +183,10 @@ def _check(
 def checked(
     op,
     input,
-    weight,
-    bias=None,
+    weights,
+    biases,
     scale_input=None,
-    scale_weight=None,
+    scale_weights=None,
     *,
     dim=0,
     invariance=None,
@@ -210,62 +195,24 @@ def checked(
     output_dtype=None,
     **others,
 ):
-    """Checks the operands of one weight; returns a function from the result's leading dims to the fake result."""
+    """Checks the operands of some weights; returns the results' dtype, and the recipe, which is None without scales."""
     fakes.check_invariance(op, invariance)
-    scale_weights = None if scale_weight is None else [scale_weight]
     scales = given(op, dim, scale_input, scale_weights, recipe_input, recipe_weight)
-    if scales is None:
-        fakes.check_operands(op, input, weight, bias)
-        output_dtype = input.dtype
-    else:
+    if scales is not None:
         output_dtype = _DTYPES.get(output_dtype, output_dtype)
-        _check(op, input, [weight], [bias], scales, output_dtype)
-    return lambda *leading: input.new_empty((*leading, weight.shape[0]), dtype=output_dtype)
+        return output_dtype, _check(op, input, weights, biases, scales, output_dtype)
+    for weight, bias in zip(weights, biases, strict=True):
+        fakes.check_operands(op, input, weight, bias)
+    return input.dtype, None
+
+
+def result_of(op, input, weight, bias=None, scale_input=None, scale_weight=None, **how):
+    """Checks the operands of one weight; returns a function from the result's leading dims to the fake result."""
+    scale_weights = None if scale_weight is None else [scale_weight]
+    dtype, _ = checked(op, input, [weight], [bias], scale_input, scale_weights, **how)
+    return lambda *leading: input.new_empty((*leading, weight.shape[0]), dtype=dtype)
 
 
 @torch.library.register_fake("overlap::scaled_linear")
 def _fake_linear(input, *operands, **keywords):
-    return checked("scaled_linear", input, *operands, **keywords)(*input.shape[:-1])
-
-
-@torch.library.register_fake("overlap::allgather_gemm.scaled_weights")
-def _fake_allgather_weights(
-    input,
-    weights,
-    scale_input,
-    scale_weights,
-    biases,
-    *,
-    recipe_input=None,
-    recipe_weight=None,
-    output_dtype=None,
-    use_fast_accum=False,
-    shared_scale_input=False,
-    group,
-):
-    op, world = "allgather_gemm", world_size(group)
-    fakes.row_dim(op, input)
-    fakes.check_number_of_biases(op, weights, biases)
-    biases = list(biases) or [None] * len(weights)
-    scales = _Scales(scale_input, scale_weights, recipe_input, recipe_weight)
-    output_dtype = _DTYPES.get(output_dtype, output_dtype)
-    recipe = _check(op, input, weights, biases, scales, output_dtype)
-    torch._check_value(
-        recipe == "tensor" or not shared_scale_input,
-        lambda: f"{op}: shared_scale_input is for TensorWise scales",
-    )
-    leading = (input.shape[0] * world, *input.shape[1:-1])
-    outputs = [input.new_empty((*leading, w.shape[0]), dtype=output_dtype) for w in weights]
-    if recipe == "tensor":
-        shape = (1 if shared_scale_input else world,)
-    else:
-        shape = (scale_input.shape[0] * world, *scale_input.shape[1:])
-    return outputs, input.new_empty((*leading, input.shape[-1])), scale_input.new_empty(shape)
-
-
-@torch.library.register_fake("overlap::allgather_gemm.scaled")
-def _fake_allgather(input, weight, scale_input, scale_weight, bias=None, **keywords):
-    (output,), gathered, scales = _fake_allgather_weights(
-        input, [weight], scale_input, [scale_weight], [bias], **keywords
-    )
-    return output, gathered, scales
+    return result_of("scaled_linear", input, *operands, **keywords)(*input.shape[:-1])
