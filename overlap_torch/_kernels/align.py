@@ -192,9 +192,7 @@ class _Pass:
         def look(source: Source, call: ast.AST | None) -> None:
             for node in ast.walk(source.tree):
                 function = isinstance(node, ast.Call) and function_of(source.meaning(node.func))
-                if not function or function in seen:
-                    continue
-                if function.__module__.startswith("triton."):
+                if not function or function in seen or function.__module__.startswith("triton."):
                     continue
                 seen.add(function)
                 inner = Source.of(function)
@@ -266,7 +264,7 @@ class _Pass:
             for node in ast.walk(self.tree)
             if isinstance(node, ast.While)
             for step in node.body
-            if self._added(step) is not None and self._added(step)[0] in raw
+            if self._added(step)[0] in raw
         ]
         if len(fors) + len(whiles) > 1:
             node = (fors + [one for one, _ in whiles])[1]
@@ -285,13 +283,8 @@ class _Pass:
     def _begins_at(self, node: ast.For, raw: set[str]) -> bool:
         """True for ``for tile in range(pid, tiles, programs)``."""
         call = node.iter
-        if (
-            not isinstance(call, ast.Call)
-            or len(call.args) != 3
-            or not isinstance(node.target, ast.Name)
-        ):
-            return False
-        if self.source.meaning(call.func) not in (range, tl.range):
+        ranges = isinstance(call, ast.Call) and self.source.meaning(call.func) in (range, tl.range)
+        if not ranges or len(call.args) != 3 or not isinstance(node.target, ast.Name):
             return False
         start = call.args[0]
         if isinstance(start, ast.Name):
@@ -299,16 +292,15 @@ class _Pass:
         return isinstance(start, ast.Call) and self.source.meaning(start.func) is tl.program_id
 
     @staticmethod
-    def _added(node: ast.stmt) -> tuple[str, ast.expr] | None:
-        """The name and the step of ``name += step`` or ``name = name + step``."""
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-            return (node.target.id, node.value) if isinstance(node.target, ast.Name) else None
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
-            target, value = node.targets[0], node.value
-            same = isinstance(target, ast.Name) and isinstance(value.left, ast.Name)
-            if same and target.id == value.left.id and isinstance(value.op, ast.Add):
-                return target.id, value.right
-        return None
+    def _added(node: ast.stmt) -> tuple[str, ast.expr] | tuple[None, None]:
+        """The name and the step of ``name += step`` or ``name = name + step``; None twice for other statements."""
+        match node:
+            case ast.AugAssign(ast.Name(name), ast.Add(), step):
+                return name, step
+            case ast.Assign([ast.Name(name), *_], ast.BinOp(ast.Name(left), ast.Add(), step)):
+                if name == left:
+                    return name, step
+        return None, None
 
     def _for(self, loop: ast.For, raw: set[str]) -> None:
         self._keywords(loop)
@@ -316,21 +308,14 @@ class _Pass:
         self._insert_first(loop, f"{self.tile} = {self.ot}.tile({self.tables[0]}, {name})")
         self._insert_first(loop, f"{name} = {self.tile}")
         # A second counter beside the loop's: it begins one step before the program's number, and grows by one step a turn.
-        trailing = {
-            node.targets[0].id
-            for node in statements(self.tree.body)
-            if isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and isinstance(node.value, ast.BinOp)
-            and isinstance(node.value.op, ast.Sub)
-            and isinstance(node.value.left, ast.Name)
-            and node.value.left.id in raw
-            and ast.dump(node.value.right) == step
-        }
-        added = [self._added(node) for node in loop.body]
-        counts = {
-            one[0] for one in added if one is not None and ast.dump(one[1]) == step
-        } & trailing
+        trailing: set[str] = set()
+        for node in statements(self.tree.body):
+            match node:
+                case ast.Assign([ast.Name(count), *_], ast.BinOp(ast.Name(start), ast.Sub(), by)):
+                    if start in raw and ast.dump(by) == step:
+                        trailing.add(count)
+        added = map(self._added, loop.body)
+        counts = {count for count, by in added if count in trailing and ast.dump(by) == step}
         for node in self._reads(loop.body, counts):
             self.edits.replace(node, f"{self.ot}.tile({self.tables[0]}, {node.id})")
 
@@ -347,7 +332,7 @@ class _Pass:
         return [
             node
             for statement in statements(body)
-            if self._added(statement) is None or self._added(statement)[0] not in names
+            if self._added(statement)[0] not in names
             for node in ast.walk(statement)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names
             if self._statement(node) is statement

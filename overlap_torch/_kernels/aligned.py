@@ -20,7 +20,7 @@ from overlap_torch._kernels import probe as _probe
 from overlap_torch._kernels.align import align, by_hand
 from overlap_torch._kernels.follow import Source, Unfollowed, function_of
 from overlap_torch._kernels.job import Job, entered
-from overlap_torch._kernels.proof import Mismatch, Run, prove
+from overlap_torch._kernels.proof import Mismatch, prove
 
 _SCRATCH = 72  # counters or flags of a timed run, as in csrc/binding/kernels/kernel_job.h
 _PLAIN = frozenset([int, float, bool, str, type(None)])
@@ -167,11 +167,20 @@ class Aligned:
                 why = f"{name} is {recorder.meta[name]!r} there, which neither waits nor signals allow; pass False"
                 raise ValueError(self._refusal(f"{place}: {why}"))
         self._check_aliases(job, recorder.meta)
-        output = self._argument(self._output, recorder.args, recorder.kwargs)
-        given = (recorder.args, recorder.kwargs, recorder.grid)
-        run = Run(self._probing, self._output, *given, self._names)
+        output, stored = (
+            self._argument(self._output, (), recorder.meta),
+            recorder.meta[self._output],
+        )
+
+        def probe(owner: torch.Tensor, *first: object) -> None:
+            place = owner.view(output.shape)
+            if stored is not output:  # a descriptor
+                descriptor = copy.copy(stored)
+                descriptor.base, place = place, descriptor
+            self._probing[recorder.grid](*first, **recorder.meta | {self._output: place})
+
         try:
-            return prove(job, run, output, self._input)
+            return prove(job, probe, output, self._input)
         except Mismatch as error:
             return error
         except triton.OutOfResources as error:
@@ -258,7 +267,6 @@ class _Recorder:
         self.fn, self._names = self, names
 
     def run(self, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
-        self.args, self.kwargs = args, kwargs
         self.meta = dict(zip(self._names, args, strict=False)) | kwargs
         self.grid = tuple(grid(self.meta) if callable(grid) else grid)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
@@ -14,35 +13,12 @@ class Mismatch(Exception):
     """The kernel's tiles are not the job's tiles, or its signals are wrong."""
 
 
-@dataclass
-class Run:
-    """A launch to be probed."""
-
-    probe: object
-    output: str
-    args: tuple
-    kwargs: dict[str, object]
-    grid: tuple
-    names: list[str]
-
-    def __call__(
-        self, owner: torch.Tensor, tables: list[torch.Tensor], tiles: int, input: torch.Tensor, columns: int, rows: torch.Tensor
-    ) -> None:  # fmt: skip
-        """Stores each tile's number + 1 into ``owner``, and counts and notes into the last table and ``rows``."""
-        given = dict(zip(self.names, self.args, strict=False)) | self.kwargs
-        output = given[self.output]
-        if isinstance(output, torch.Tensor):
-            given[self.output] = owner.view(output.shape)
-        else:  # a descriptor
-            given[self.output] = copy.copy(output)
-            given[self.output].base = owner.view(output.base.shape)
-        self.probe[self.grid](tiles, input, columns, rows, *tables, **given)
-
-
 def prove(
-    job: Job, run: Run, output: torch.Tensor, input: str | None
+    job: Job, probe: Callable[..., None], output: torch.Tensor, input: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The order of the kernel's tile numbers, and the chunk of each, as tables for the launch.
+
+    ``probe`` stores each tile's number + 1 into its first argument, and takes the probe's parameters after it.
 
     Raises:
         Mismatch: a number does not store one whole tile of the job, does not signal it once, or loads other tiles' rows.
@@ -66,7 +42,7 @@ def prove(
         counts = torch.zeros(tiles, dtype=torch.int32, device=device)
         rows = torch.tensor([1 << 30, -1], dtype=torch.int32).repeat(tiles).to(device)
         source = owner if input is None else job.gathered
-        run(owner, [order, identity, counts], tiles, source, source.shape[1], rows)
+        probe(owner, tiles, source, source.shape[1], rows, order, identity, counts)
         return owner, counts, rows
 
     owner, counts, rows = probed(identity)
