@@ -14,8 +14,13 @@ def refuse(framework: str, takes: str, what: str, remedy: str) -> NoReturn:
     )
 
 
+def name_of(mask: Callable) -> str:
+    """A mask's name for errors; objects other than functions may have none."""
+    return getattr(mask, "__qualname__", repr(mask))
+
+
 def closure_of(function: Callable, maker: str) -> dict[str, Any] | None:
     """The captured variables of a function that ``maker`` has made; None for other functions."""
-    if not function.__qualname__.startswith(f"{maker}.<locals>."):
+    if not name_of(function).startswith(f"{maker}.<locals>."):
         return None
     return inspect.getclosurevars(function).nonlocals

@@ -13,7 +13,7 @@ from transformers import masking_utils
 from overlap_torch._attention.cuts import Documents, Tokens, numbers_of, spans_of_ranks
 from overlap_torch._attention.functions import context_parallel_attention
 from overlap_torch._ops.group import Group, group_name, group_rank, world_size
-from overlap_torch.integrations._masks import closure_of, refuse
+from overlap_torch.integrations._masks import closure_of, name_of, refuse
 
 # Arguments that models pass to their attention and that do not change the result.
 _HARMLESS = frozenset(
@@ -84,9 +84,7 @@ class CutAttention:
             remapped = closure_of(inner[0], "remap_positions_for_packed_sequence")
             causal = remapped["mask_function"] if remapped else inner[0]
         if not packed or causal is not masking_utils.causal_mask_function:
-            _refuse(
-                f"the mask of {mask_function.__qualname__}", "give the model a causal or full mask"
-            )
+            _refuse(f"the mask of {name_of(mask_function)}", "give the model a causal or full mask")
         numbers = packed["packed_sequence_mask"]
         breaks = {at + 1 for at in numbers.diff(dim=1).nonzero()[:, 1].tolist()}
         unknown = sorted(breaks - self._known_breaks(tokens))

@@ -22,7 +22,7 @@ from overlap_torch._attention.cuts import Documents
 from overlap_torch._attention.functions import context_parallel_attention
 from overlap_torch._ops.graphs import outside_graphs
 from overlap_torch._ops.group import Group, group_name, group_rank, world_size
-from overlap_torch.integrations._masks import closure_of, refuse
+from overlap_torch.integrations._masks import closure_of, name_of, refuse
 from overlap_torch.integrations._release import require
 
 require("torchtitan", ("0.3",), "torchtitan")
@@ -142,7 +142,7 @@ def _read(mask_mod: Callable, own: int, group: str) -> dict[str, Any]:
     ranks, rank = world_size(group), group_rank(group)
     rewritten = closure_of(mask_mod, "_create_cp_block_mask.<locals>._rewrite_mask_mod")
     if rewritten is None:
-        _refuse(f"the uncut mask {mask_mod.__qualname__}", "cut it by torchtitan's cp_shard")
+        _refuse(f"the uncut mask {name_of(mask_mod)}", "cut it by torchtitan's cp_shard")
     place = _variables(rewritten["local_q_idx_to_q_idx"])
     if (place["rank"], place["local_q_size"]) != (rank, own):
         _refuse(
@@ -160,7 +160,7 @@ def _read(mask_mod: Callable, own: int, group: str) -> dict[str, Any]:
 
 
 def _variables(function: Callable) -> dict[str, Any]:
-    return closure_of(function, function.__qualname__.rpartition(".<locals>.")[0])
+    return closure_of(function, name_of(function).rpartition(".<locals>.")[0])
 
 
 def _documents(mask_mod: Callable, total: int) -> Documents | None:
@@ -173,7 +173,7 @@ def _documents(mask_mod: Callable, total: int) -> Documents | None:
         closure_of(one, "get_efficient_causal_mask_mod_for_packed_document") for one in others
     ]
     if not causal or len(packed) > 1 or None in packed:
-        names = ", ".join(one.__qualname__ for one in parts)
+        names = ", ".join(map(name_of, parts))
         _refuse(f"the mask of {names}", "use torchtitan's FlexAttention for this model")
     if not packed:
         return None

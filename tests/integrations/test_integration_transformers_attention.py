@@ -1,5 +1,7 @@
 """transformers with the attention over ranks: what a model makes of the whole sequence, and every mask that is refused."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,6 +84,10 @@ def test_transformers_attention_refuses_by_name(failures: Failures) -> None:
 
         window = masking_utils.sliding_window_causal_mask_function(4)
         failures.raises("the mask of and_masks", attention.mask, 1, 8, 8, mask_function=window)
+        made = functools.partial(window)  # it has no name
+        failures.raises(
+            "the mask of functools.partial", attention.mask, 1, 8, 8, mask_function=made
+        )
         failures.raises("a cache (1 queries with 8 keys)", attention.mask, 1, 1, 8)
         failures.raises("has an attention 'overlap'", integration.register_attention)
     failures.raises("overlap", model_of, "overlap")  # undone
