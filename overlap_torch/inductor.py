@@ -33,6 +33,7 @@ from overlap_torch._inductor import VERSION
 from overlap_torch._inductor import report as _reports
 from overlap_torch._inductor.fusion import Settings, fuse
 from overlap_torch._inductor.report import FusionReport, FusionRow
+from overlap_torch._layers.rmsnorm import MOST_ROWS
 from overlap_torch._ops.group import Group, group_name
 from overlap_torch._ops.group import sizes as group_sizes
 
@@ -81,9 +82,10 @@ class _Pass(CustomGraphPass):
     def uuid(self) -> Any:
         """Inductor's cache key for graphs of this pass. None, which means no caching, if the pass before has no key.
 
-        The key has the groups' sizes, because fusions depend on them and not every collective names them.
+        The key has the groups' sizes, because fusions depend on them and not every collective names them, and the number of
+        rows up to which norms are fused, which OVERLAP_INVARIANCE decides.
         """
-        key = (VERSION, self.settings, group_sizes())
+        key = (VERSION, self.settings, group_sizes(), MOST_ROWS)
         if self.previous is None:
             return key
         previous = self.previous.uuid() if isinstance(self.previous, CustomGraphPass) else None

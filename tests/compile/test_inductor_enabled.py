@@ -1,6 +1,9 @@
 """The compile pass in Inductor: switched on and off, beside other passes, through the cache, and strict."""
 
 import functools
+import os
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -198,6 +201,18 @@ class Other(CustomGraphPass):
 
     def uuid(self) -> str:
         return self.name
+
+
+def test_inductor_key_says_when_norms_are_fused() -> None:
+    """With OVERLAP_INVARIANCE=batch no norm is, so that its bits do not depend on the number of rows."""
+    show = "from overlap_torch import inductor as i; i.enable(); print(i.config.post_grad_custom_pre_pass.uuid())"
+    keys = [
+        subprocess.check_output(
+            [sys.executable, "-c", show], env={**os.environ, "OVERLAP_INVARIANCE": how}
+        )
+        for how in ("none", "batch")
+    ]
+    assert keys[0] != keys[1]
 
 
 @pytest.mark.ranks((2, "gloo"))
