@@ -22,7 +22,7 @@ from overlap_torch._tools.launch import current_device
 from overlap_torch._torch_versions import context_parallel_module
 
 from .measure import MODES, Stopwatch
-from .study import Option, Study, check_close, model_cases, model_rows, pass_of
+from .study import Option, Study, check_close, model_cases, model_rows, modes_here, pass_of
 from .tables import table
 
 WIDTH = 128
@@ -193,7 +193,7 @@ def _line(row: dict) -> str:
 
 OPTIONS = (
     *model_rows(MODELS, "of the whole sequence", [8192, 32768]),
-    Option("--modes", default="call,row", allowed=MODES),
+    Option("--modes", default="call,row", allowed=MODES, check=modes_here),
     Option("--cut", default="contiguous", choices=["contiguous", "zigzag"]),
     Option(
         "--ours",

@@ -15,7 +15,7 @@ import overlap_torch
 from overlap_torch._tools.launch import current_device
 
 from .measure import Stopwatch
-from .study import Option, Study, check_close, numbers
+from .study import MODE, Option, Study, check_close, numbers
 from .tables import table
 
 INVARIANCES = ("none", "batch", "world")
@@ -77,7 +77,7 @@ OPTIONS = (
         check=_sizes,
         help="N x K of all ranks",
     ),
-    Option("--mode", choices=["graph", "call", "row"], default="graph"),
+    MODE,
     Option("--repeats", type=int, default=9, help="turns of all variants"),
 )
 

@@ -15,7 +15,7 @@ import overlap_torch
 from overlap_torch._tools.launch import current_device
 
 from .measure import Stopwatch
-from .study import Option, Study, numbers
+from .study import MODE, Option, Study, numbers
 from .tables import table
 
 VARIANTS = ("fused", "not fused", "NCCL, compiled norm", "GEMM")
@@ -81,7 +81,7 @@ OPTIONS = (
     Option("--columns", type=numbers, default=[4096, 6144, 8192], help="N"),
     Option("--gemm", action="store_true", help="begin with a GEMM; each rank has K / ranks"),
     Option("--k", type=int, default=8192, help="K of all ranks"),
-    Option("--mode", choices=["graph", "call", "row"], default="graph"),
+    MODE,
     Option("--repeats", type=int, default=15, help="turns of all variants"),
 )
 

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from overlap_torch._tools import bench as bench_entry
 from overlap_torch._tools.launch import Ranks, launch, rank_options
 
+from .measure import MODES
+
 NAMES = {
     "bench": "each op beside its sequence: python -m overlap_torch bench",
     "tuned": "tuned plans beside the planner's and the sequence, over random problems",
@@ -114,6 +116,27 @@ JSON = Option("--json", help="a file for the rows")
 
 def rank_rows(world: str = "all GPUs, or 2 on CPU") -> list[Option]:
     return [Option(flag, **arguments) for flag, arguments in rank_options(world).items()]
+
+
+def _on_cpu(args: argparse.Namespace) -> bool:
+    return Ranks.choose(args.world, args.device).device_type == "cpu"
+
+
+def modes_here(modes: Sequence[str], args: argparse.Namespace) -> Sequence[str]:
+    """The modes; raises ValueError for CUDA graphs on ranks without a GPU."""
+    if "graph" in modes and _on_cpu(args):
+        raise ValueError(
+            "mode graph measures nothing on CPU: CUDA graphs need a GPU; take call, row"
+        )
+    return modes
+
+
+MODE = Option(
+    "--mode",
+    choices=MODES,
+    check=lambda mode, args: modes_here([mode or ("row" if _on_cpu(args) else "graph")], args)[0],
+    help="default: graph, on CPU row",
+)
 
 
 def numbers(text: str) -> list[int]:

@@ -151,6 +151,8 @@ def test_bench_summary_takes_the_median_of_turns():
     [
         (["experts", "--models", "gpt-5"], "--models takes qwen3-235b"),
         (["attention", "--models", "gpt-5"], "--models takes llama-3-8b"),
+        (["attention", "--modes", "call,graph"], "CUDA graphs need a GPU"),
+        (["rmsnorm", "--mode", "graph"], "CUDA graphs need a GPU"),
         (["programs"], "argument study: invalid choice: 'programs'"),
     ],
     ids=str,
@@ -163,8 +165,11 @@ def test_studies_say_what_is_allowed(argv, message, capsys):
 
 @pytest.mark.parametrize("name", bench("study").NAMES)
 def test_studies_take_their_own_defaults(name):
-    args = bench("study").parse(name, [])  # ends the process for what is not allowed
+    args = bench("study").parse(
+        name, ["--device", "cpu"]
+    )  # ends the process for what is not allowed
     assert args.study == name
+    assert getattr(args, "mode", "row") != "graph"  # CUDA graphs need a GPU
 
 
 _CALLS, _GRAPHS = {"sequence", "moe", "max_rows", "by ranks"}, {"gathered", "max_rows"}
