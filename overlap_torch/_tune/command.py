@@ -209,7 +209,7 @@ def _read(path: str, world: int) -> tuple[Problem, ...]:
         found = [
             Problem(
                 **{name: one[name] for name in _NAMES},
-                **{name: one[name] for name in _OF_SCALED if name in one},
+                **{name: one[name] for name in (*_OF_SCALED, "invariance") if name in one},
             )
             for one in data["problems"]
         ]

@@ -32,8 +32,8 @@ class FirstCalls:
     def __call__(self, op: object, group: str, arguments: tuple[Any, ...], results: Any) -> None:
         tensors = _tensors(arguments)
         device = tensors[0].device
-        # Scaled operands have recipes, the output's type and the accumulation.
-        others = (one for one in arguments if isinstance(one, (int, torch.dtype)))
+        # Calls have an invariance. Scaled operands have recipes, the output's type and the accumulation.
+        others = (one for one in arguments if isinstance(one, (int, str, torch.dtype)))
         shapes = ((tuple(one.shape), one.dtype) for one in tensors)
         key = (op, device.type, *shapes, *others)
         self._tune_new(group, device, key)

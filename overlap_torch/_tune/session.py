@@ -250,6 +250,8 @@ class Session:
         function = _FUNCTIONS[problem.op]
         input, weight = operands(problem, self.device, self.board.rank)
         keywords = scaled_keywords(problem, self.device, self.board.rank)
+        if not problem.traits.gathers:
+            keywords["invariance"] = enum_name(problem.invariance)
 
         def call() -> torch.Tensor:
             result = function(input, weight, group=self.name, **keywords)

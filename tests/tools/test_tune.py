@@ -607,6 +607,13 @@ def test_tune_family_is_what_other_m_share():
 
 
 @pytest.mark.ranks((2, "gloo"))
+def test_tune_measures_calls_of_the_problems_invariance(failures: Failures, tmp_path: Path) -> None:
+    batch = Problem(1064, *SHAPES[1:], "float32", 2, "gemm_allreduce", invariance="batch")
+    tune(str(tmp_path), batch)
+    failures.equal([one for one, _ in _tune.called(world_name(), "cpu") if one.m == 1064], [batch])
+
+
+@pytest.mark.ranks((2, "gloo"))
 def test_tune_at_first_calls(failures: Failures, tmp_path: Path) -> None:
     """With OVERLAP_TUNE=1: sources of what was tuned, call by call."""
     hook, original = _first_calls.FirstCalls(), _first_calls.tune
@@ -622,6 +629,7 @@ def test_tune_at_first_calls(failures: Failures, tmp_path: Path) -> None:
     calls = (
         lambda: overlap_torch.gemm_allreduce(input, weight),
         lambda: overlap_torch.gemm_allreduce(input, weight),
+        lambda: overlap_torch.gemm_allreduce(input, weight, invariance="batch"),
         lambda: overlap_torch.gemm_reducescatter(*learns).sum().backward(),
         lambda: overlap_torch.gemm_reducescatter(*learns).sum().backward(),
         lambda: overlap_torch.allgather_gemm(input[:8], [weight, weight]),
@@ -644,6 +652,7 @@ def test_tune_at_first_calls(failures: Failures, tmp_path: Path) -> None:
     expected = [
         [("gemm_allreduce", 1000)],
         [],
+        [("gemm_allreduce", 1000)],
         [("gemm_reducescatter", 1000), ("allgather_gemm", 1000)],
         [],
         [("allgather_gemm", 16)],
@@ -673,7 +682,7 @@ import overlap_torch
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 for _ in range(3):
     overlap_torch.gemm_reducescatter(torch.ones(32, 16), torch.ones(8, 16))
-overlap_torch.gemm_allreduce(torch.ones(24, 16), torch.ones(8, 16))
+overlap_torch.gemm_allreduce(torch.ones(24, 16), torch.ones(8, 16), invariance="batch")
 overlap_torch.gemm_alltoall(torch.ones(4, 16), torch.ones(8, 16), [4], [4])
 scales = {"scale_input": torch.ones(32, 1), "scale_weight": torch.ones(8, 1)}
 small = [torch.ones(rows, 16).to(torch.float8_e4m3fn) for rows in (32, 8)]
@@ -697,13 +706,13 @@ def test_tune_command_records_what_a_program_calls(tmp_path, monkeypatch):
     recorded = json.loads(file.read_text())
     assert recorded["problems"] == [
         {"op": "gemm_reducescatter", "m": 32, **sizes, "calls": 3},
-        {"op": "gemm_allreduce", "m": 24, **sizes, "calls": 1},
+        {"op": "gemm_allreduce", "m": 24, **sizes, "invariance": "batch", "calls": 1},
         {"op": "gemm_allreduce", "m": 32, **sizes, "dtype": "float8_e4m3fn", **scaled, "calls": 1},
     ]
     found = _tune_command._read(str(file), 1)
     assert list(found) == [
         Problem(32, 8, 16, "float32", 1, "gemm_reducescatter"),
-        Problem(24, 8, 16, "float32", 1, "gemm_allreduce"),
+        Problem(24, 8, 16, "float32", 1, "gemm_allreduce", invariance="batch"),
         Problem(32, 8, 16, "float8_e4m3fn", 1, "gemm_allreduce", "row_wise", "float16", True),
     ]
     with pytest.raises(ValueError, match=r"problems of \[1\] ranks, but there are 2"):
