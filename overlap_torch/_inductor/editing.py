@@ -16,7 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.utils._sympy.functions import FloorDiv
 
-from overlap_torch._inductor.layouts import Layout, as_expr, divide, flat, moves, regroup, size_of
+from overlap_torch._inductor.layouts import (
+    Layout,
+    as_expr,
+    divide,
+    flat,
+    layout_of,
+    moves,
+    regroup,
+    size_of,
+)
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -303,6 +312,14 @@ def after(node: Node, layout: Layout, back: bool = False) -> Layout | None:
 def before(node: Node, layout: Layout) -> Layout | None:
     """The layout of the input of a view, a permutation or an identity, given that of its result; None for other nodes."""
     return after(node, layout, back=True)
+
+
+def source_of(node: Node) -> Node | None:
+    """The tensor whose numbers the node only rearranges or casts; None for other nodes."""
+    if node.op != "call_function" or not node.args or not is_tensor(node.args[0]):
+        return None
+    keeps = cast_dtype(node) is not None or before(node, layout_of(value(node).shape)) is not None
+    return node.args[0] if keeps else None
 
 
 def after_recat(recat: Recat, layout: Layout, back: bool = False) -> Layout | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
@@ -16,6 +15,7 @@ from overlap_torch._inductor.editing import (
     arguments,
     collective_name,
     forget_intermediate_sizes,
+    is_tensor,
     is_view,
     module_path,
     name_of,
@@ -126,18 +126,15 @@ def _check_group(row: FusionRow, settings: Settings) -> None:
 
 def _row(node: Node) -> FusionRow:
     group = str(arguments(node).get("group_name") or "")
-    tensor = node.meta.get("val")
-    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if source is not None and isinstance(source.meta.get("val"), torch.Tensor):
-        tensor = value(source)
-    is_tensor = isinstance(tensor, torch.Tensor)
+    # The input, or the result of a collective of several tensors.
+    tensor = next((value(one) for one in (*node.args[:1], node) if is_tensor(one)), None)
     return {
         "graph": 0,
         "direction": "",
         "collective": collective_name(node) or "",
         "node": node.name,
-        "shape": [str(size) for size in tensor.shape] if is_tensor else [],
-        "dtype": name_of(tensor.dtype) if is_tensor else "",
+        "shape": [] if tensor is None else [str(size) for size in tensor.shape],
+        "dtype": "" if tensor is None else name_of(tensor.dtype),
         "group": group,
         "world_size": _world_size(group),
         "op": "",

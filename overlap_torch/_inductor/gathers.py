@@ -17,7 +17,6 @@ from overlap_torch._inductor.editing import (
     WaitedFor,
     aten,
     before,
-    cast_dtype,
     collective_name,
     descendants,
     describe,
@@ -27,6 +26,7 @@ from overlap_torch._inductor.editing import (
     is_view,
     name_of,
     recat_of,
+    source_of,
     value,
 )
 from overlap_torch._inductor.layouts import (
@@ -232,16 +232,10 @@ def _gather_behind(node: Node) -> Node | None:
 
 def _is_given(node: Node) -> bool:
     """True if the node is an input of the graph, at most rearranged or cast."""
-    while node.op == "call_function" and node.args:
-        if node.target is aten.cat.default:
-            return all(_is_given(part) for part in node.args[0])
-        if not isinstance(node.args[0], Node):
-            return False
-        same = cast_dtype(node) is not None
-        if not same and before(node, layout_of(value(node).shape)) is None:
-            return False
-        node = node.args[0]
-    return node.op in ("placeholder", "get_attr")
+    if node.target is aten.cat.default:
+        return all(_is_given(part) for part in node.args[0])
+    source = source_of(node)
+    return node.op in ("placeholder", "get_attr") if source is None else _is_given(source)
 
 
 def _check_cast(
@@ -296,8 +290,7 @@ def _emit(
         _product(editor, reader, output, order)
         for reader, output in zip(readers, outputs, strict=True)
     ]
-    own = walk.nodes(inside) | {reader.gemm.node for reader in readers}
-    unread = own | _dead(readers, {reader.gemm.node for reader in readers})
+    unread = walk.nodes(inside) | _dead(readers)
     rest = _rest(editor, inside, unread, results, 1, [order, inner])
     if of_scales is not None:
         inside = of_scales.walk.plain()
@@ -377,12 +370,12 @@ def _rest(
     return rest
 
 
-def _dead(readers: Sequence[Reader], fused: set[Node]) -> set[Node]:
-    """The nodes on the way to the GEMMs that nothing reads after the GEMMs are fused."""
-    dead: set[Node] = set()
+def _dead(readers: Sequence[Reader]) -> set[Node]:
+    """The GEMMs, and the nodes on the way to them that nothing reads after the GEMMs are fused."""
+    dead = {reader.gemm.node for reader in readers}
     for reader in readers:
         for node in reversed(reader.replayed):
-            if all(user in fused or user in dead for user in node.users):
+            if all(user in dead for user in node.users):
                 dead.add(node)
     return dead
 

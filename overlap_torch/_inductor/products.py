@@ -64,38 +64,26 @@ class Gemm:
     scales: Scales | None = None
 
 
-def gemm_of(node: Node) -> Gemm | None:
-    """The GEMM that the node computes, if the ops take it."""
-    if node.target is aten.mm.default:
-        return Gemm(node, *node.args, None)
-    if node.target is aten.addmm.default:
-        bias, left, right = node.args
-        if value(bias).dim() == 1 and all(
-            node.kwargs.get(key, 1) == 1 for key in ("beta", "alpha")
-        ):
-            return Gemm(node, left, right, bias) if _is_bias(bias, node) else None
-        return None
-    if _aten_name(node) not in _SCALED:
-        return None
-    try:
-        return _scaled(node)
-    except NotFused:
-        return None
-
-
-def other_product(node: Node) -> str | None:
-    """Why the ops do not take this product; None for all other nodes."""
+def product_of(node: Node) -> tuple[Gemm | None, str | None]:
+    """The GEMM that the node computes, or why the ops do not take this product; None twice for other nodes."""
     name = _aten_name(node)
     if name in _OTHER_PRODUCTS:
-        return _OTHER_PRODUCTS[name]
+        return None, _OTHER_PRODUCTS[name]
     if name in _SCALED:
         try:
-            _scaled(node)
+            return _scaled(node), None
         except NotFused as error:
-            return error.why
-    if name in ("mm", "addmm") and gemm_of(node) is None:
-        return f"its GEMM is {describe(node)} with scales or another result's dtype"
-    return None
+            return None, error.why
+    if node.target is aten.mm.default:
+        return Gemm(node, *node.args, None), None
+    if node.target is aten.addmm.default:
+        bias, left, right = node.args
+        unscaled = all(node.kwargs.get(key, 1) == 1 for key in ("beta", "alpha"))
+        if unscaled and _is_bias(bias, node):
+            return Gemm(node, left, right, bias), None
+    if name in ("mm", "addmm"):
+        return None, f"its GEMM is {describe(node)} with scales or another result's dtype"
+    return None, None
 
 
 def check_dtype(gemm: Gemm) -> None:
@@ -179,7 +167,9 @@ def _aten_name(node: Node) -> str | None:
 
 
 def _is_bias(bias: Node, product: Node) -> bool:
-    return as_expr(value(bias).shape[0]) == as_expr(value(product).shape[1])
+    """True for a bias [N]."""
+    own = value(bias)
+    return own.dim() == 1 and as_expr(own.shape[0]) == as_expr(value(product).shape[1])
 
 
 # --- aten._scaled_mm ------------------------------------------------------------------------------------------
@@ -192,7 +182,7 @@ def _scaled(node: Node) -> Gemm:
     left, right, bias = given["self"], given["mat2"], given["bias"]
     if given.get("scale_result") is not None:
         raise NotFused(f"{name} with a scale for its result: the ops' results have none")
-    if bias is not None and (value(bias).dim() != 1 or not _is_bias(bias, node)):
+    if bias is not None and not _is_bias(bias, node):
         raise NotFused(f"{name} with a bias of other sizes than [N]")
     scales = [given["scale_a"], given["scale_b"]]
     if isinstance(scales[0], Node):

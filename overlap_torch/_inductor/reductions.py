@@ -28,6 +28,7 @@ from overlap_torch._inductor.editing import (
     name_of,
     recat_of,
     same_shape,
+    source_of,
     stand_for,
     value,
     waited_for,
@@ -47,9 +48,8 @@ from overlap_torch._inductor.products import (
     Operand,
     call,
     check_dtype,
-    gemm_of,
     operand_of,
-    other_product,
+    product_of,
 )
 
 
@@ -165,23 +165,20 @@ def _emit(
     own = [atom for atom in order if atom is not ranks]
     name = "gemm_reducescatter" if reduction.scatters else "gemm_allreduce"
     averages = reduction.kind == "avg"
-    added = None if averages else bias
-    output = call(editor, name, gemm, left, right, added, reduction.group)
-    if not averages:
-        return editor.rearrange(output, [own, columns], result), bias_add, note
-    output = editor.call(aten.div.Tensor, output, reduction.world_size)
-    if bias is not None:
-        output = editor.call(aten.add.Tensor, output, bias)
-    return editor.rearrange(output, [own, columns], result), None, note
+    output = call(editor, name, gemm, left, right, None if averages else bias, reduction.group)
+    if averages:
+        output = editor.call(aten.div.Tensor, output, reduction.world_size)
+        if bias is not None:
+            output = editor.call(aten.add.Tensor, output, bias)
+    return editor.rearrange(output, [own, columns], result), bias_add, note
 
 
 def _producers(node: Node, layout: Layout, reader: Node) -> _Sum:
     """The GEMMs whose sum ``node`` is. ``layout`` is the node's layout; ``reader`` reads it."""
-    gemm = gemm_of(node)
+    gemm, why = product_of(node)
     if gemm is not None:
         _check_users(node, reader)
         return _Sum([_Product(gemm, layout)], [node])
-    why = other_product(node)
     if why is not None:
         raise NotFused(why)
     between = waited_for(node)
@@ -251,11 +248,9 @@ def _names(found: _Sum) -> str:
 
 def _sum_of(node: Node, layout: Layout, reader: Node) -> _Sum:
     operands = node.args[:2]
-    if not all(is_tensor(operand) for operand in operands):
-        raise NotFused("it reduces what aten.add computes, no GEMM's product", missed=False)
     found: list[_Sum] = []
     others: list[Node] = []
-    for operand in operands:
+    for operand in operands if all(map(is_tensor, operands)) else ():
         try:
             found.append(_producers(operand, layout, node))
         except NotFused as error:
@@ -277,13 +272,12 @@ def _sum_of(node: Node, layout: Layout, reader: Node) -> _Sum:
 
 def _describe_result(node: Node) -> str:
     """As `describe`, except that a collective's result, also rearranged, is described by the collective."""
-    source = node
-    while waited_for(source) is None and source.args and is_tensor(source.args[0]):
-        if not _keeps_values(source):
-            return describe(node)
-        source = source.args[0]
-    name = waited_for(source)
-    return describe(node) if name is None else f"{name}, which is waited for in between,"
+    source: Node | None = node
+    while source is not None and waited_for(source) is None:
+        source = source_of(source)
+    if source is None:
+        return describe(node)
+    return f"{waited_for(source)}, which is waited for in between,"
 
 
 def _part_of(node: Node, layout: Layout, reader: Node) -> _Sum:
@@ -370,17 +364,10 @@ def _replicated_part(bias: Node, world_size: int) -> Node | None:
     """
     if bias.target is not aten.div.Tensor or bias.args[1] != world_size:
         return None
-    source = bias.args[0]
-    origin = source
-    while is_tensor(origin) and origin.op == "call_function" and _keeps_values(origin):
-        origin = origin.args[0]
-    described = getattr(origin, "meta", {}).get("desc")
-    return source if getattr(described, "attr", None) == "_local_tensor" else None
-
-
-def _keeps_values(node: Node) -> bool:
-    whole = layout_of(value(node).shape)
-    return cast_dtype(node) is not None or before(node, whole) is not None
+    origin = source = bias.args[0]
+    while (inner := source_of(origin)) is not None:
+        origin = inner
+    return source if getattr(origin.meta.get("desc"), "attr", None) == "_local_tensor" else None
 
 
 @dataclass(frozen=True)

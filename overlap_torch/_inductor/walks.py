@@ -19,7 +19,6 @@ from overlap_torch._inductor.editing import (
     describe,
     is_identity,
     is_recast,
-    is_view,
     only_moves,
     only_user,
     permutation,
@@ -27,7 +26,7 @@ from overlap_torch._inductor.editing import (
     value,
 )
 from overlap_torch._inductor.layouts import Atoms, Layout, as_expr
-from overlap_torch._inductor.products import Gemm, gemm_of, other_product
+from overlap_torch._inductor.products import Gemm, product_of
 
 
 @dataclass(frozen=True)
@@ -143,9 +142,9 @@ def unfollowed(walk: Walk, is_given: bool) -> Iterator[NotFused]:
                 if user in seen:
                     continue
                 seen.add(user)
-                gemm = gemm_of(user)
+                gemm, why = product_of(user)
                 operands = user.args[:2] if gemm is None else (gemm.left, gemm.right)
-                if (gemm is not None or other_product(user) is not None) and node in operands:
+                if (gemm is not None or why is not None) and node in operands:
                     yield NotFused(
                         f"its GEMM, {describe(user)}, reads it through {describe(first)}, which the pass does not follow",
                         missed=not (is_given and node is operands[1]),
@@ -157,27 +156,19 @@ def unfollowed(walk: Walk, is_given: bool) -> Iterator[NotFused]:
 def _read(walk: Walk, at: Reached, node: Node, user: Node, replayed: tuple[Node, ...]) -> bool:
     """Notes GEMMs that read ``node``, which ``replayed`` computes from the reached rearrangement; False if this user is no
     GEMM."""
-    why = other_product(user)
+    gemm, why = product_of(user)
+    sides = [side for side in ("left", "right") if gemm is not None and getattr(gemm, side) is node]
+    scales = gemm is not None and gemm.scales is not None and not sides and node is not gemm.bias
+    if scales:
+        why = "it gathers scales of a GEMM's operand, which is not fused with them"
+    elif gemm is not None and len(sides) != 1:
+        why = "its GEMM reads it on both sides, or as its bias"
+    elif replayed and sides == ["right"]:
+        why = "its GEMM reads a part of it as the second operand"
     if why is not None:
-        walk.refused.append(NotFused(why))
+        walk.refused.append(NotFused(why, missed=not scales))
         return False
-    gemm = gemm_of(user)
     if gemm is not None:
-        sides = [side for side in ("left", "right") if getattr(gemm, side) is node]
-        if not sides and gemm.scales is not None and node is not gemm.bias:
-            walk.refused.append(
-                NotFused(
-                    "it gathers scales of a GEMM's operand, which is not fused with them",
-                    missed=False,
-                )
-            )
-            return False
-        if len(sides) != 1:
-            walk.refused.append(NotFused("its GEMM reads it on both sides, or as its bias"))
-            return False
-        if replayed and sides == ["right"]:
-            walk.refused.append(NotFused("its GEMM reads a part of it as the second operand"))
-            return False
         dims = at.layout
         if replayed:
             walk.readers.append(Reader(gemm, "left", at, dims[:-1], dims[-1], replayed))
@@ -204,7 +195,7 @@ def _keeps_last_dim(node: Node, user: Node, started: bool) -> bool:
         return False
     if as_expr(value(user).shape[-1]) != as_expr(value(node).shape[-1]):
         return False
-    if is_identity(user) or is_view(user):
-        return user.target in (aten.reshape.default, aten.view.default) or is_identity(user)
+    if is_identity(user) or user.target in (aten.reshape.default, aten.view.default):
+        return True
     order = permutation(user)
     return order is not None and order[-1] == count - 1
