@@ -267,7 +267,7 @@ def rows(args: Namespace, stopwatch: measure.Stopwatch, block: Block) -> Iterato
         timed = report.Timed(
             sequence, op, dict(zip(baselines, others, strict=True)), baselines_checked
         )
-        yield report.measurement(subject, mode, timed, checked, bounds=bounds)
+        yield report.measurement(subject, mode, timed, checked, bounds)
 
 
 def _bounds(

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from overlap_torch._watch.timeline import Call
 from overlap_torch._watch.trace import trace
+from overlap_torch.plan import Plan
 
 from .measure import Variant
-from .plans import Plan
 
 CALLS = 10
 

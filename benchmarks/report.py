@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from overlap_torch.plan import Plan
 from overlap_torch.plan._explain import short
 from overlap_torch.plan.files import to_dict
 
-from . import plans, plot, tables
+from . import plot, tables
 from .measure import Times
 
 # These variables change results besides the command line.
@@ -45,7 +46,7 @@ class Subject:
         kind: str,
         mode: str,
         found: tables.Row,
-        plan: plans.Plan | None = None,
+        plan: Plan | None = None,
         text: str = "",
     ) -> tables.Row:
         """The row of one mode; ``found`` is its numbers, and the log shows ``text``."""
@@ -68,7 +69,7 @@ class Subject:
             row["text"] = f"{self.op} {self.label} {mode}: {text}{note}"
         return row
 
-    def wrong(self, plan: plans.Plan) -> tables.Row:
+    def wrong(self, plan: Plan) -> tables.Row:
         """A plan of a sweep whose result differs from the sequence's; it is not timed."""
         text = f"{self.op} {self.label} WRONG RESULT under {short(plan)}"
         row = {"kind": "wrong", "op": self.op, **self.fields, "plan": to_dict(plan)}
@@ -147,9 +148,8 @@ def measurement(
     mode: str,
     times: Timed,
     checked: bool | None,
-    *,
-    bounds: Bounds | None = None,
-    plan: plans.Plan | None = None,
+    bounds: Bounds,
+    plan: Plan | None = None,
 ) -> tables.Row:
     """One subject in one mode."""
     found = {
@@ -157,14 +157,11 @@ def measurement(
         "op_us": times.op.as_dict(),
         "speedup": round(times.speedup, 4),
         **times.pytorch_fields(),
+        f"{bounds.compute}_us": round(bounds.compute_us, 2),
+        "collective_us": round(bounds.collective_us, 2),
+        "bound_speedup": round(times.sequence.median / bounds.us, 4),
+        "checked": checked,
     }
-    if bounds is not None:
-        found |= {
-            f"{bounds.compute}_us": round(bounds.compute_us, 2),
-            "collective_us": round(bounds.collective_us, 2),
-            "bound_speedup": round(times.sequence.median / bounds.us, 4),
-        }
-    found["checked"] = checked
     text = f"{times.speedup:.3f}x  {times.op.median:.1f} us  {short(plan) if plan else ''}"
     kind = "sweep" if subject.args.sweep else "measurement"
     return subject.row(kind, mode, found, plan, text)

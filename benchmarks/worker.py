@@ -14,7 +14,8 @@ import torch.distributed as dist
 import overlap_torch
 from overlap_torch._ops import group_name
 from overlap_torch._tools.launch import current_device
-from overlap_torch.plan import Problem
+from overlap_torch.plan import Plan, Problem, clear_plans, set_plan
+from overlap_torch.plan._library import plan_of
 
 from . import block, gemm, losses, measure, plans, report
 from .computations import Case, Computations, cases
@@ -74,9 +75,9 @@ class _CaseRun:
         dtype = getattr(torch, args.dtype)
         shape = case.shape
         sizes = {"m": shape.m, "n": shape.n, "k": shape.k}
-        self._problem = None
+        self._problem, self._where = None, {"device": stopwatch.device, "group": group}
         if case.op in plans.OPS:
-            problem = Problem(
+            self._problem = Problem(
                 # The rows of an all-to-all differ by rank, and its plan is one for all.
                 **sizes | ({"m": 0} if case.split else {}),
                 dtype=dtype,
@@ -85,7 +86,6 @@ class _CaseRun:
                 recipe="none" if args.scales is None else f"{args.scales}_wise",
                 fast_accum=args.fast_accum,
             )
-            self._problem = plans.MeasuredProblem(problem, stopwatch.device, group)
         self._subject = report.Subject(
             args,
             op=case.op,
@@ -102,13 +102,15 @@ class _CaseRun:
         problem, args = self._problem, self._args
         if problem is not None:
             if args.sweep:
-                by_planner = args.sweep == "candidates"
-                choice = problem.candidates() if by_planner else problem.fitting(args.sweep)
-                yield from self._sweep(problem, choice)
+                if args.sweep == "candidates":
+                    choice = plans.candidates(problem, **self._where)
+                else:
+                    choice = self._fitting(args.sweep)
+                yield from self._sweep(choice)
                 return
-            if args.plan and (fitting := problem.fitting(args.plan)):
-                problem.set(fitting[-1])
-        plan = problem and problem.current()
+            for plan in self._fitting(args.plan or "[]")[-1:]:
+                set_plan(plan, **self._where)
+        plan = problem and plan_of(problem, **self._where)
         checked = self._checked()
         bounds = self._bounds()
         for mode in args.modes:
@@ -120,6 +122,10 @@ class _CaseRun:
                 found = lost.as_dict() | {"op_us": round(lost.op_us, 2)}
                 yield self._subject.row("timeline", "call", found, plan)
 
+    def _fitting(self, text: str) -> list[Plan]:
+        """The plans in JSON that are for this problem."""
+        return [plan for plan in plans.parse(text) if plan.problem == self._problem]
+
     def _checked(self) -> bool | None:
         return None if self._args.no_check else self._computations.exact_op()
 
@@ -129,7 +135,7 @@ class _CaseRun:
         return report.Bounds(*(times.median for times in parts))
 
     def _measured(
-        self, mode: str, bounds: report.Bounds, plan: plans.Plan | None, checked: bool | None
+        self, mode: str, bounds: report.Bounds, plan: Plan | None, checked: bool | None
     ) -> Row:
         """One mode, all variants in turns."""
         computations = self._computations
@@ -137,14 +143,14 @@ class _CaseRun:
         sequence, op, *others = self._stopwatch.compare(mode, computations.variants(), repeats)
         by_name = dict(zip(computations.baselines, others, strict=True))
         times = report.Timed(sequence, op, by_name, self._baselines_checked)
-        return report.measurement(self._subject, mode, times, checked, bounds=bounds, plan=plan)
+        return report.measurement(self._subject, mode, times, checked, bounds, plan)
 
-    def _sweep(self, problem: plans.MeasuredProblem, choice: Sequence[plans.Plan]) -> Iterator[Row]:
+    def _sweep(self, choice: Sequence[Plan]) -> Iterator[Row]:
         """Each plan of the choice beside the sequence, then the best."""
         bounds = self._bounds()
-        best: dict[str, tuple[float, plans.Plan]] = {}
+        best: dict[str, tuple[float, Plan]] = {}
         for plan in choice:
-            problem.set(plan)
+            set_plan(plan, **self._where)
             checked = self._checked()
             if checked is False:
                 yield self._subject.wrong(plan)
@@ -154,6 +160,6 @@ class _CaseRun:
                 yield row
                 if row["speedup"] > best.get(mode, (-math.inf, None))[0]:
                     best[mode] = (row["speedup"], plan)
-        problem.clear()
+        clear_plans(self._where["group"])
         for mode, (speedup, plan) in best.items():
             yield self._subject.row("best", mode, {"speedup": speedup}, plan)
