@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from overlap_torch._ops.collectives import USUAL_INVARIANCE
 from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
 from overlap_torch._tune import tune as _tune
 from overlap_torch._tune.session import words
@@ -106,7 +107,7 @@ def ops_of(text: str) -> tuple[str, ...]:
 
 
 def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[Problem, ...]:
-    """The problems of each op and each shape, with rows rounded up to parts of all ranks."""
+    """The problems of each op and each shape, with rows rounded up to parts of all ranks and the process's invariance."""
     ops = ops_of(args.op)
     dtype = args.dtype or ("fp32" if ranks.device_type == "cpu" else "bf16")
     if dtype in _FP8 and args.scales is None:
@@ -126,7 +127,10 @@ def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[Problem, ...]:
 
     def problem(op: str, m: int, n: int, k: int) -> Problem:
         rows = -(-m // world) * world
-        return Problem(rows, n, k, dtype, world, op, recipe, fast_accum=args.fast_accum)
+        invariance = "none" if op == "allgather_gemm" else USUAL_INVARIANCE
+        return Problem(
+            rows, n, k, dtype, world, op, recipe, fast_accum=args.fast_accum, invariance=invariance
+        )
 
     return tuple(problem(op, *shape) for op in ops for shape in shapes)
 

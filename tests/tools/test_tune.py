@@ -577,6 +577,19 @@ def test_tune_command_measures_and_remembers(tmp_path, capfd, monkeypatch):
     assert len(list(tmp_path.rglob("gemm_allreduce-64x64-float32-w2.json"))) == 1
 
 
+def test_tune_command_tunes_what_a_process_calls(monkeypatch):
+    """Shapes are tuned for OVERLAP_INVARIANCE, as calls without an invariance have it."""
+    given = []
+    monkeypatch.setattr(_tune_command, "launch", lambda ranks, work, job: given.append(job) or 0)
+    monkeypatch.setattr(_tune_command, "USUAL_INVARIANCE", "batch")
+    argv = ["--shapes", "64x16x8", "--op", "gemm_reducescatter,allgather_gemm", "--device", "cpu"]
+    assert _tune_command.main(argv) == 0
+    assert given[0]["problems"] == (
+        Problem(64, 16, 8, "float32", 2, "gemm_reducescatter", invariance="batch"),
+        Problem(64, 16, 8, "float32", 2, "allgather_gemm"),
+    )
+
+
 def test_tune_files_know_what_times_hold_for(monkeypatch):
     device = torch.device("cpu")
     machine = plan.Machine(sm_count=4)
