@@ -12,6 +12,7 @@ import torch.distributed as dist
 from overlap_torch import _plan
 from overlap_torch._plan import Op, Problem
 from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
+from overlap_torch._watch.drawing import figure
 from overlap_torch.plan import _library as library
 from overlap_torch.plan import files
 from overlap_torch.plan._explain import H200, explain
@@ -79,8 +80,13 @@ def _complete(args: argparse.Namespace) -> None:
     for name in ("m", "n", "k", "rows"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name} is {getattr(args, name)}, allowed are 0 and more")
-    if args.plot is not None and not args.plot.parent.is_dir():
-        raise ValueError(f"--plot is {args.plot}, but there is no folder {args.plot.parent}")
+    if args.plot is not None:
+        if not args.plot.parent.is_dir():
+            raise ValueError(f"--plot is {args.plot}, but there is no folder {args.plot.parent}")
+        try:
+            figure(1, 1, "--plot")
+        except ImportError as error:
+            raise ValueError(str(error)) from error
     args.machine = machine
     try:
         plan = files.load(args.plan) if args.plan is not None else None

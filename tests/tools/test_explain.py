@@ -4,6 +4,8 @@ import contextlib
 import io
 import itertools
 import math
+import sys
+from unittest import mock
 
 import pytest
 
@@ -265,6 +267,14 @@ def test_explain_command_refuses(arguments: list[str], message: str, capsys) -> 
     with pytest.raises(SystemExit):
         main(["explain", *SHAPE, *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_explain_command_says_what_a_picture_needs(tmp_path, capsys) -> None:
+    asked = ["explain", *SHAPE, "--machine", "h200", "--plot", str(tmp_path / "plan.svg")]
+    with mock.patch.dict(sys.modules, {"matplotlib.figure": None}), pytest.raises(SystemExit):
+        main(asked)
+    told = capsys.readouterr()
+    assert "--plot needs matplotlib: pip install matplotlib" in told.err and not told.out
 
 
 HERE = ["--m", "2048", "--n", "2048", "--k", "512", "--dtype", "float32", "--world", "2"]
