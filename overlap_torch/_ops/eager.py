@@ -77,7 +77,7 @@ class Op:
         return self.overload(*arguments[: self.positional], **keywords)
 
 
-# What a schema's types take, by a part of their names, in this order: in words, and the classes.
+# Types of a schema, by a part of their names, in this order: what they take, in words and as classes.
 _KINDS = {
     "Tensor": ("tensor", torch.Tensor),
     "int": ("number", (SupportsIndex, torch.dtype)),  # dtypes are numbers in a schema
