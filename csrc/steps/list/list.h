@@ -37,11 +37,13 @@ class List {
     return id;
   }
   // A step that begins a chunk's communication.
+  StepId hold(StepId id) {
+    made.steps[at(id)].held = true;
+    return id;
+  }
   template <typename Kind>
   StepId add_held(Lane lane, Kind what, std::vector<StepId> after = {}) {
-    const StepId id = add(lane, std::move(what), std::move(after));
-    made.steps.back().held = true;
-    return id;
+    return hold(add(lane, std::move(what), std::move(after)));
   }
   // A step of a chunk's communication.
   template <typename Kind>

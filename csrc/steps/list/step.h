@@ -34,6 +34,7 @@ struct Where {
   int64_t offset = 0;  // bytes
   int32_t index = 0;   // kOutput: of which weight; kSlot: of which rank; kIndices: of which of both
 
+  Where behind(int64_t bytes) const { return {buffer, offset + bytes, index}; }
   friend bool operator==(const Where&, const Where&) = default;
 };
 

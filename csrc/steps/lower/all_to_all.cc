@@ -21,14 +21,13 @@ constexpr int64_t kMaxPieces = 4;  // of a pair, the last one included
 
 class AllToAll : AllToAllSteps {
  public:
-  AllToAll(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-           const Variant& variant)
-      : AllToAllSteps(plan, rank, machine, variant),
-        on_cpu_(on_cpu(machine)),
-        message_bytes_(on_cpu_ ? machine.profile->cpu.message_bytes
-                               : machine.profile->all_to_all.message_bytes),
-        cuts_(plan.schedule == plan::Schedule::kOverlapped && (ranks_ > 2 || on_cpu_)),
-        ctas_beside_(ctas_beside(plan, machine)) {}
+  explicit AllToAll(const RankCall& call)
+      : AllToAllSteps(call),
+        on_cpu_(on_cpu(machine_)),
+        message_bytes_(on_cpu_ ? machine_.profile->cpu.message_bytes
+                               : machine_.profile->all_to_all.message_bytes),
+        cuts_(plan_.schedule == plan::Schedule::kOverlapped && (ranks_ > 2 || on_cpu_)),
+        ctas_beside_(ctas_beside(plan_, machine_)) {}
 
   StepList lower() {
     int32_t rounds = 1;
@@ -47,8 +46,7 @@ class AllToAll : AllToAllSteps {
       compute_beside(rounds);
     } else {
       begin_with_all();
-      list_.communicates = 0;
-      list_.add_held(Lane::kCaller, send_receive(0, true, true));
+      list_.hold(list_.add_of_chunk(0, Lane::kCaller, send_receive(0, true, true)));
     }
     return std::move(list_.made);
   }
@@ -102,9 +100,7 @@ class AllToAll : AllToAllSteps {
     list_.add(Lane::kCaller, CallersKernel{true, false});
     for (int32_t round = 0; round < rounds; ++round) {
       tiles.wait(Lane::kSide0, round);
-      list_.communicates = round;
-      list_.add(Lane::kSide0, send_receive(round, round + 1 == rounds, false));
-      list_.communicates = -1;
+      list_.add_of_chunk(round, Lane::kSide0, send_receive(round, round + 1 == rounds, false));
     }
     copy_own();
     list_.add(Lane::kCaller, Join{});
@@ -212,8 +208,8 @@ class AllToAll : AllToAllSteps {
                  int32_t number) const {
     const plan::Rows range = piece(rows, number);
     if (range.begin == range.end) return;
-    first.offset += range.begin * row_bytes_;
-    messages.push_back({peer, first, (range.end - range.begin) * row_bytes_});
+    messages.push_back(
+        {peer, first.behind(range.begin * row_bytes_), (range.end - range.begin) * row_bytes_});
   }
 
   // The rows that stay, computed where they belong: of two ranks some after what is communicated, on all SMs.
@@ -224,10 +220,9 @@ class AllToAll : AllToAllSteps {
       beside = rows_beside_exchange(plan_, machine_, rank_, variant_.send_rows,
                                     variant_.receive_rows, ctas_beside_);
     }
-    Where output = output_of(rank_);
+    const Where output = output_of(rank_);
     compute({rows.begin, rows.begin + beside}, output, ctas_beside_);
-    output.offset += beside * row_bytes_;
-    compute({rows.begin + beside, rows.end}, output, machine_.sm_count);
+    compute({rows.begin + beside, rows.end}, output.behind(beside * row_bytes_), machine_.sm_count);
   }
 
   const bool on_cpu_;
@@ -238,9 +233,8 @@ class AllToAll : AllToAllSteps {
 
 }  // namespace
 
-StepList lower_all_to_all(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                          const Variant& variant) {
-  return AllToAll(plan, rank, machine, variant).lower();
+StepList lower_all_to_all(const RankCall& call) {
+  return AllToAll(call).lower();
 }
 
 }  // namespace overlap::steps

@@ -14,11 +14,10 @@ class AllToAllSteps : protected Family {
   static constexpr int32_t kStepsOfRank = 8;
   static constexpr int32_t kOrdersOfRank = 4;
 
-  AllToAllSteps(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                const Variant& variant)
-      : Family(plan, rank, machine, variant),
-        send_begin_(offsets(variant.send_rows)),
-        receive_begin_(offsets(variant.receive_rows)) {
+  explicit AllToAllSteps(const RankCall& call)
+      : Family(call),
+        send_begin_(offsets(variant_.send_rows)),
+        receive_begin_(offsets(variant_.receive_rows)) {
     // Made anew where rows change from call to call: in one piece.
     list_.made.steps.reserve(static_cast<size_t>(kStepsOfRank * ranks_));
     list_.made.orders.reserve(static_cast<size_t>(kOrdersOfRank * ranks_));
@@ -64,18 +63,15 @@ class AllToAllSteps : protected Family {
   // on beside them comes first: where NCCL's CTAs came first, each on an SM of another pair, clusters of the GEMM
   // would wait for them until they end.
   void send_beside(int32_t chunk, SendReceive messages, bool gemm_first) {
-    std::vector<StepId> after = {last_on_caller()};
+    const StepId before = last_on_caller();
     if (gemm_first) {
       list_.add_held(Lane::kSide0,
                      Delay{static_cast<int32_t>(machine_.profile->all_to_all.gemm_first_us)},
-                     std::move(after));
-      list_.communicates = chunk;
-      list_.add(Lane::kSide0, std::move(messages));
+                     {before});
+      list_.add_of_chunk(chunk, Lane::kSide0, std::move(messages));
     } else {
-      list_.communicates = chunk;
-      list_.add_held(Lane::kSide0, std::move(messages), std::move(after));
+      list_.hold(list_.add_of_chunk(chunk, Lane::kSide0, std::move(messages), {before}));
     }
-    list_.communicates = -1;
   }
 
   // Memory for what is sent.
@@ -98,13 +94,6 @@ class AllToAllSteps : protected Family {
     StepId id = list_.last();
     while (list_.made.steps[at(id)].lane != Lane::kCaller) --id;
     return id;
-  }
-
-  // Where each rank's rows begin, and where the last ones end.
-  static std::vector<int64_t> offsets(const std::vector<int64_t>& rows) {
-    std::vector<int64_t> result{0};
-    for (const int64_t count : rows) result.push_back(result.back() + count);
-    return result;
   }
 };
 

@@ -15,19 +15,18 @@ namespace {
 
 // The places of an all-gather's rows.
 struct GatherPlaces {
-  GatherPlaces(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-               const Variant& variant)
-      : plan(plan),
-        rank(rank),
+  explicit GatherPlaces(const RankCall& call)
+      : plan(call.plan),
+        rank(call.rank),
         chunks(static_cast<int32_t>(plan.chunks.size())),
         peers(plan::over_peers(plan)),
-        callers(variant.compute == Compute::kCallers),
-        on_cpu(!callers && steps::on_cpu(machine)),
+        callers(call.variant.compute == Compute::kCallers),
+        on_cpu(!callers && steps::on_cpu(call.machine)),
         parts(plan::row_parts(plan)),
         part_rows(plan::part_rows(plan)),
         row_bytes(plan::moved_columns(plan.problem) * plan::moved_bytes(plan.problem)),
         chunk_places(plan, callers),
-        buffer{peers ? Buffer::kSlot : staging_of(plan, variant, chunk_places.extents), 0,
+        buffer{peers ? Buffer::kSlot : staging_of(plan, call.variant, chunk_places.extents), 0,
                peers ? rank : 0} {}
 
   plan::Rows rows(int32_t chunk) const { return chunk_places.rows[at(chunk)]; }
@@ -172,9 +171,7 @@ class GatherMessages {
       add_messages(messages, peer, chunk, places_.own_rows(chunk), peer);
     }
     // Timelines show these of all messages.
-    const StepId sent = list_.add_of_chunk(chunk, levels_.across(chunk), std::move(messages));
-    list_.made.steps.back().held = true;
-    return sent;
+    return list_.hold(list_.add_of_chunk(chunk, levels_.across(chunk), std::move(messages)));
   }
 
   // Counterparts' rows to the clique; the step after which all rows of the chunk are here.
@@ -236,8 +233,9 @@ class GatherMessages {
   StepId push(int32_t chunk) {
     for (int32_t distance = 1; distance < places_.parts; ++distance) {
       const int32_t to = (places_.rank + distance) % places_.parts;
-      list_.add(Lane::kSide0, copy_to(to, chunk, places_.own_rows(chunk), places_.rank));
-      if (distance == 1) list_.made.steps.back().held = true;
+      const Copy own = copy_to(to, chunk, places_.own_rows(chunk), places_.rank);
+      const StepId copied = list_.add(Lane::kSide0, own);
+      if (distance == 1) list_.hold(copied);
     }
     // Also to this rank's own GEMM, which else could end the call before.
     const StepId sent = list_.add(Lane::kSide0, Signal{chunk, true});
@@ -380,16 +378,15 @@ class GatherLaunches {
 // The order of all that, and the copies into the gathered input that no GEMM does.
 class Consume : Family {
  public:
-  Consume(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-          const Variant& variant)
-      : Family(plan, rank, machine, variant),
-        places_(plan, rank, machine, variant),
+  explicit Consume(const RankCall& call)
+      : Family(call),
+        places_(call),
         launches_(places_, list_, weights()),
         messages_(places_, list_, launches_.awaits()) {
     for (const Weight& weight : weights()) {
       Gemm gemm;
-      if (weight.kernel_takes) gemm = gemm_of_all(plan::gather_order(plan, weight.columns));
-      launches_.add(std::move(gemm), machine.sm_count);
+      if (weight.kernel_takes) gemm = gemm_of_all(plan::gather_order(plan_, weight.columns));
+      launches_.add(std::move(gemm), machine_.sm_count);
     }
   }
 
@@ -488,9 +485,8 @@ class Consume : Family {
 
 }  // namespace
 
-StepList lower_consume(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                       const Variant& variant) {
-  return Consume(plan, rank, machine, variant).lower();
+StepList lower_consume(const RankCall& call) {
+  return Consume(call).lower();
 }
 
 }  // namespace overlap::steps

@@ -9,13 +9,13 @@ namespace {
 
 class Direct : Family {
  public:
-  Direct(const plan::Plan& plan, int32_t rank, const plan::Machine& machine, const Variant& variant)
-      : Family(plan, rank, machine, variant),
-        sequential_(plan.schedule == plan::Schedule::kSequential),
-        by_kernel_(!sequential_ && variant.compute == Compute::kKernel),
-        pieces_(plan::direct_in_pieces(plan)),
-        bytes_(plan.problem.m * row_bytes_),
-        piece_bytes_(plan::direct_piece_bytes(plan)) {}
+  explicit Direct(const RankCall& call)
+      : Family(call),
+        sequential_(plan_.schedule == plan::Schedule::kSequential),
+        by_kernel_(!sequential_ && variant_.compute == Compute::kKernel),
+        pieces_(plan::direct_in_pieces(plan_)),
+        bytes_(plan_.problem.m * row_bytes_),
+        piece_bytes_(plan::direct_piece_bytes(plan_)) {}
 
   StepList lower() {
     const bool in_pieces =
@@ -165,9 +165,8 @@ class Direct : Family {
 
 }  // namespace
 
-StepList lower_direct(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                      const Variant& variant) {
-  return Direct(plan, rank, machine, variant).lower();
+StepList lower_direct(const RankCall& call) {
+  return Direct(call).lower();
 }
 
 }  // namespace overlap::steps

@@ -13,12 +13,15 @@ constexpr int64_t kAlignment = 128;  // of messages in slots
 
 // Room for the message of each rank in everybody's slot, the same on all ranks. Two ranks know all messages; of more,
 // no pair knows those of another, but what the ranks have told each other.
-int64_t message_room(const plan::Plan& plan, int32_t rank, const Variant& variant) {
+int64_t message_room(const RankCall& call) {
   constexpr int64_t kMostOfSlot = int64_t{1} << 30;
   constexpr int64_t kLeastOfMany = int64_t{1} << 25;
-  const int64_t most = kMostOfSlot / plan.problem.world_size / kAlignment * kAlignment;
-  if (plan.problem.world_size == 2) {
-    return std::min(longest_message(plan, rank, variant.send_rows, variant.receive_rows), most);
+  const int32_t ranks = call.plan.problem.world_size;
+  const int64_t most = kMostOfSlot / ranks / kAlignment * kAlignment;
+  const Variant& variant = call.variant;
+  if (ranks == 2) {
+    return std::min(most,
+                    longest_message(call.plan, call.rank, variant.send_rows, variant.receive_rows));
   }
   // With some to spare: numbers of rows change from call to call.
   const auto longest = static_cast<uint64_t>(variant.longest_message);
@@ -27,14 +30,13 @@ int64_t message_room(const plan::Plan& plan, int32_t rank, const Variant& varian
 
 class Exchange : AllToAllSteps {
  public:
-  Exchange(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-           const Variant& variant)
-      : AllToAllSteps(plan, rank, machine, variant),
-        message_bytes_(message_room(plan, rank, variant)),
+  explicit Exchange(const RankCall& call)
+      : AllToAllSteps(call),
+        message_bytes_(message_room(call)),
         calls_nccl_(any_too_long()),
-        stores_(variant.compute == Compute::kKernel &&
-                stores_messages(plan, machine, rank, variant.send_rows)),
-        one_launch_(stores_ && plan.resources.one_launch && !calls_nccl_ &&
+        stores_(variant_.compute == Compute::kKernel &&
+                stores_messages(plan_, machine_, rank_, variant_.send_rows)),
+        one_launch_(stores_ && plan_.resources.one_launch && !calls_nccl_ &&
                     send_begin_.back() > 0) {}
 
   StepList lower() {
@@ -116,8 +118,7 @@ class Exchange : AllToAllSteps {
           {place(rank_, from), output_of(from), receive_rows(from) * row_bytes_, from});
     }
     list_.made.counters = ranks_;  // of tiles for each of them
-    list_.communicates = 0;
-    list_.add_held(Lane::kCaller, gemm);
+    list_.hold(list_.add_of_chunk(0, Lane::kCaller, gemm));
   }
 
   void compute(int32_t peer, Where destination, int32_t ctas) {
@@ -160,8 +161,7 @@ class Exchange : AllToAllSteps {
       }
       step.messages.push_back(messages);
     }
-    list_.communicates = 0;
-    list_.add_held(Lane::kCaller, step);
+    list_.hold(list_.add_of_chunk(0, Lane::kCaller, step));
   }
 
   const int64_t message_bytes_;  // at most, over peers
@@ -184,9 +184,8 @@ int64_t longest_message(const plan::Plan& plan, int32_t rank, const std::vector<
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-StepList lower_all_to_all_over_peers(const plan::Plan& plan, int32_t rank,
-                                     const plan::Machine& machine, const Variant& variant) {
-  return Exchange(plan, rank, machine, variant).lower();
+StepList lower_all_to_all_over_peers(const RankCall& call) {
+  return Exchange(call).lower();
 }
 
 }  // namespace overlap::steps

@@ -11,21 +11,36 @@ inline int32_t spread_ns(const plan::Plan& plan, const plan::Machine& machine) {
   return static_cast<int32_t>(1e3 * store_spread_us(plan, machine));
 }
 
+// Where each rank's rows begin, and where the last ones end.
+inline std::vector<int64_t> offsets(const std::vector<int64_t>& rows) {
+  std::vector<int64_t> result{0};
+  for (const int64_t count : rows) result.push_back(result.back() + count);
+  return result;
+}
+
+// A call on one of its ranks.
+struct RankCall {
+  const plan::Plan& plan;
+  int32_t rank;
+  const plan::Machine& machine;
+  const Variant& variant;
+};
+
 // One rank's lowering of a plan: what all families look at, and the list that they make.
 class Family {
  public:
-  Family(const plan::Plan& plan, int32_t rank, const plan::Machine& machine, const Variant& variant)
-      : plan_(plan),
-        rank_(rank),
-        machine_(machine),
-        variant_(variant),
-        ranks_(plan.problem.world_size),
-        chunks_(static_cast<int32_t>(plan.chunks.size())),
-        all_reduces_(plan.problem.traits().all_reduces()),
-        peers_(plan::over_peers(plan)),
-        callers_(variant.compute == Compute::kCallers),
-        element_bytes_(plan::moved_bytes(plan.problem)),
-        row_bytes_(plan::moved_columns(plan.problem) * element_bytes_) {
+  explicit Family(const RankCall& call)
+      : plan_(call.plan),
+        rank_(call.rank),
+        machine_(call.machine),
+        variant_(call.variant),
+        ranks_(plan_.problem.world_size),
+        chunks_(static_cast<int32_t>(plan_.chunks.size())),
+        all_reduces_(plan_.problem.traits().all_reduces()),
+        peers_(plan::over_peers(plan_)),
+        callers_(variant_.compute == Compute::kCallers),
+        element_bytes_(plan::moved_bytes(plan_.problem)),
+        row_bytes_(plan::moved_columns(plan_.problem) * element_bytes_) {
     list_.made.chunks = chunks_;
   }
 
@@ -68,22 +83,13 @@ class Family {
 };
 
 // The families; what lower says holds for each.
-StepList lower_produce(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                       const Variant& variant);
-StepList lower_consume(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                       const Variant& variant);
-StepList lower_ring(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                    const Variant& variant);
-StepList lower_stripes(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                       const Variant& variant);  // checks callers' plans, too
-StepList lower_direct(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                      const Variant& variant);
-StepList lower_all_to_all(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                          const Variant& variant);
-StepList lower_all_to_all_over_peers(const plan::Plan& plan, int32_t rank,
-                                     const plan::Machine& machine, const Variant& variant);
-StepList lower_sequential(const plan::Plan& plan, int32_t rank, const Variant& variant);
-StepList lower_program(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                       const Variant& variant);
+StepList lower_produce(const RankCall& call);
+StepList lower_consume(const RankCall& call);
+StepList lower_ring(const RankCall& call);
+StepList lower_stripes(const RankCall& call);  // checks callers' plans, too
+StepList lower_direct(const RankCall& call);
+StepList lower_all_to_all(const RankCall& call);
+StepList lower_all_to_all_over_peers(const RankCall& call);
+StepList lower_program(const RankCall& call);
 
 }  // namespace overlap::steps

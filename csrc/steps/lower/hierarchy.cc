@@ -53,10 +53,8 @@ int64_t HierarchicalReduction::rows_of(int32_t chunk, int32_t place, int32_t num
 Where HierarchicalReduction::cell(int32_t chunk, int32_t place, int32_t number) const {
   const Chunk& one = chunks_[at(chunk)];
   if (!all_reduces_) return one.parts[at(at_.rank(number, place))];
-  Where where = one.parts[0];
-  where.offset +=
-      bytes(std::min(place * heights_[at(chunk)] + number * grain(chunk), height(chunk)));
-  return where;
+  const int64_t row = place * heights_[at(chunk)] + number * grain(chunk);
+  return one.parts[0].behind(bytes(std::min(row, height(chunk))));
 }
 
 std::vector<HierarchicalReduction::Run> HierarchicalReduction::runs(int32_t chunk,
@@ -89,13 +87,6 @@ Where HierarchicalReduction::far_term(int32_t number, int32_t chunk) const {
   return {Buffer::kPartial, begin + bytes(number * far_rows_ + far_first_[at(chunk)])};
 }
 
-namespace {
-Where behind(Where where, int64_t bytes) {
-  where.offset += bytes;
-  return where;
-}
-}  // namespace
-
 // --- within the clique ---
 
 // Each rank's terms to the ranks that add them up.
@@ -118,7 +109,7 @@ StepId HierarchicalReduction::copy_own(int32_t chunk, Lane lane, std::vector<Ste
   StepId last = list_.last();
   for (const Run& run : runs(chunk, at_.place())) {
     if (run.rows == 0) continue;
-    const Copy copy = {run.source, behind(own, bytes(run.landing)), bytes(run.rows)};
+    const Copy copy = {run.source, own.behind(bytes(run.landing)), bytes(run.rows)};
     last = list_.add(lane, copy, std::exchange(after, {}));
   }
   return last;
@@ -128,7 +119,7 @@ void HierarchicalReduction::send_terms(int32_t chunk) {
   for (const int32_t place : at_.places()) {
     for (const Run& run : runs(chunk, place)) {
       if (run.rows == 0) continue;
-      const Where to = behind(term(place, at_.place(), chunk), bytes(run.landing));
+      const Where to = term(place, at_.place(), chunk).behind(bytes(run.landing));
       list_.add_of_chunk(chunk, Lane::kSide0, Copy{run.source, to, bytes(run.rows)});
     }
   }
@@ -144,7 +135,7 @@ SendReceive HierarchicalReduction::terms(int32_t chunk) const {
     }
     for (const Run& run : runs(chunk, at_.place())) {
       add_message(messages.receives, peer,
-                  behind(term(at_.place(), place, chunk), bytes(run.landing)), bytes(run.rows));
+                  term(at_.place(), place, chunk).behind(bytes(run.landing)), bytes(run.rows));
     }
   }
   return messages;
@@ -182,7 +173,7 @@ StepId HierarchicalReduction::exchange(int32_t chunk, StepId after) {
   SendReceive messages = levels_.messages_across(chunk);
   for (const int32_t number : at_.numbers()) {
     const int32_t peer = at_.rank(number, at_.place());
-    add_message(messages.sends, peer, behind(sums(chunk), bytes(number * grain(chunk))),
+    add_message(messages.sends, peer, sums(chunk).behind(bytes(number * grain(chunk))),
                 bytes(rows_of(chunk, at_.place(), number)));
     add_message(messages.receives, peer, far_term(number, chunk), bytes(rows));
   }
@@ -196,14 +187,11 @@ StepId HierarchicalReduction::add_across(int32_t chunk) {
   const int32_t own = at_.number();
   const Lane lane = levels_.across(chunk);
   const int64_t rows = rows_of(chunk, at_.place(), own);
-  const Where own_sums = behind(sums(chunk), bytes(own * grain(chunk)));
+  const Where own_sums = sums(chunk).behind(bytes(own * grain(chunk)));
   const Where result = all_reduces_ ? cell(chunk, at_.place(), own) : chunks_[at(chunk)].result;
   list_.add(lane, Copy{own_sums, far_term(own, chunk), bytes(rows)});
-  AddTerms sum = {far_term(0, chunk), result, rows, plan_.resources.finish_ctas};
-  sum.terms = at_.cliques();
-  sum.stride = bytes(far_rows_);
-  sum.bias = false;
-  return list_.add(lane, sum);
+  return list_.add(lane, AddTerms{far_term(0, chunk), result, rows, plan_.resources.finish_ctas,
+                                  at_.cliques(), bytes(far_rows_), false});
 }
 
 void HierarchicalReduction::gather_across(int32_t chunk) {

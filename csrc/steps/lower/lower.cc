@@ -34,9 +34,7 @@ StepList lower_one_collective(const plan::Plan& plan, bool finish) {
     list.add_scratch(Buffer::kProduct, elements * plan::moved_bytes(problem));
   }
   if (!gathers) list.add_unchained(Lane::kCaller, gemm);
-  list.communicates = 0;
-  list.add(Lane::kCaller, collective);
-  list.communicates = -1;
+  list.add_of_chunk(0, Lane::kCaller, collective);
   if (gathers) list.add_unchained(Lane::kCaller, gemm);
   return std::move(list.made);
 }
@@ -62,9 +60,7 @@ StepList lower_gather_in_one_kernel(const plan::Plan& plan, int32_t rank, bool c
   }
   List list;
   list.add_slot(plan::peer_slot_bytes(plan));
-  list.communicates = 0;
-  list.add(Lane::kCaller, gather);
-  list.communicates = -1;
+  list.add_of_chunk(0, Lane::kCaller, gather);
   if (callers) {
     list.add(Lane::kCaller, Arrive{0});
     add_callers_kernel(plan, problem.m, list);
@@ -86,13 +82,6 @@ void number_events(StepList& list) {
   for (Step& step : list.steps) {
     if (step.event == 0) step.event = list.events++;
   }
-}
-
-StepList lower_sequential(const plan::Plan& plan, int32_t rank, const Variant& variant) {
-  if (plan::over_peers(plan)) {
-    return lower_gather_in_one_kernel(plan, rank, variant.compute == Compute::kCallers);
-  }
-  return lower_one_collective(plan, variant.finish);
 }
 
 bool windows_take(const plan::Plan& plan) {
@@ -145,30 +134,28 @@ void check_callers(const plan::Plan& plan) {
       "stripes, a program, or the transport nccl");
 }
 
-StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                      const Variant& variant) {
-  const bool callers = variant.compute == Compute::kCallers;
-  if (callers && plan.problem.world_size == 1) return lower_alone(plan, variant);
+StepList lower_family(const RankCall& call) {
+  const plan::Plan& plan = call.plan;
+  const bool callers = call.variant.compute == Compute::kCallers;
+  const bool peers = plan::over_peers(plan);
+  if (callers && plan.problem.world_size == 1) return lower_alone(plan, call.variant);
   if (callers) check_callers(plan);
-  if (plan::has_program(plan)) return lower_program(plan, rank, machine, variant);
+  if (plan::has_program(plan)) return lower_program(call);
   if (plan.problem.traits().rows_by_rank) {
-    return plan::over_peers(plan) ? lower_all_to_all_over_peers(plan, rank, machine, variant)
-                                  : lower_all_to_all(plan, rank, machine, variant);
+    return peers ? lower_all_to_all_over_peers(call) : lower_all_to_all(call);
   }
-  if (plan.collective == plan::Collective::kDirect) {
-    return lower_direct(plan, rank, machine, variant);
+  if (plan.collective == plan::Collective::kDirect) return lower_direct(call);
+  if (plan.collective == plan::Collective::kStripes) return lower_stripes(call);
+  if (plan.schedule == plan::Schedule::kSequential) {
+    if (peers) return lower_gather_in_one_kernel(plan, call.rank, callers);
+    // A caller's kernel and one of NCCL's collectives are one chunk.
+    if (!callers) return lower_one_collective(plan, call.variant.finish);
   }
-  if (plan.collective == plan::Collective::kStripes)
-    return lower_stripes(plan, rank, machine, variant);
-  // A caller's kernel and one of NCCL's collectives are one chunk.
-  if (plan.schedule == plan::Schedule::kSequential && (!callers || plan::over_peers(plan))) {
-    return lower_sequential(plan, rank, variant);
-  }
-  if (plan.problem.traits().gathers()) return lower_consume(plan, rank, machine, variant);
+  if (plan.problem.traits().gathers()) return lower_consume(call);
   if (plan.collective == plan::Collective::kRing || plan.collective == plan::Collective::kOwners) {
-    return lower_ring(plan, rank, machine, variant);
+    return lower_ring(call);
   }
-  return lower_produce(plan, rank, machine, variant);
+  return lower_produce(call);
 }
 
 }  // namespace
@@ -177,7 +164,7 @@ StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machin
                const Variant& variant) {
   // Calls whose rows are finished are not taken for those whose rows are not.
   constexpr uint64_t kFinishes = 0x9e3779b97f4a7c15;
-  StepList list = lower_family(plan, rank, machine, variant);
+  StepList list = lower_family({plan, rank, machine, variant});
   number_events(list);
   list.communication = plan::communication_hash(plan) ^ (variant.finish ? kFinishes : 0);
   return list;

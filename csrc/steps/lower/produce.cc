@@ -15,21 +15,20 @@ constexpr int32_t kDefaultFinishCtas = std::numeric_limits<int32_t>::max();
 
 class Produce : Family {
  public:
-  Produce(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-          const Variant& variant)
-      : Family(plan, rank, machine, variant),
-        finish_ctas_(plan.resources.finish_ctas > 0 ? plan.resources.finish_ctas
-                                                    : kDefaultFinishCtas),
-        compute_(variant.compute),
-        row_parts_(plan::row_parts(plan)),
-        packed_(plan.layout == plan::Layout::kPacked),
-        exchanges_(plan.collective == plan::Collective::kExchange),
+  explicit Produce(const RankCall& call)
+      : Family(call),
+        finish_ctas_(plan_.resources.finish_ctas > 0 ? plan_.resources.finish_ctas
+                                                     : kDefaultFinishCtas),
+        compute_(variant_.compute),
+        row_parts_(plan::row_parts(plan_)),
+        packed_(plan_.layout == plan::Layout::kPacked),
+        exchanges_(plan_.collective == plan::Collective::kExchange),
         makes_product_(packed_ ? compute_ != Compute::kKernel : callers_ && row_parts_ > 1),
-        chunk_places_(plan, callers_),
+        chunk_places_(plan_, callers_),
         rows_(chunk_places_.rows),
         extents_(chunk_places_.extents),
         buffer_(staging()) {
-    if (plan::hierarchical(plan)) levels_.emplace(plan, rank, list_);
+    if (plan::hierarchical(plan_)) levels_.emplace(plan_, rank_, list_);
   }
 
   StepList lower() {
@@ -266,9 +265,8 @@ class Produce : Family {
 
 }  // namespace
 
-StepList lower_produce(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                       const Variant& variant) {
-  return Produce(plan, rank, machine, variant).lower();
+StepList lower_produce(const RankCall& call) {
+  return Produce(call).lower();
 }
 
 }  // namespace overlap::steps

@@ -44,17 +44,16 @@ bool hears_all(const plan::Plan& plan) {
 
 }  // namespace
 
-ProgramBuilder::ProgramBuilder(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                               const Variant& variant)
-    : Family(plan, rank, machine, variant),
-      places_(plan, rank, variant),
-      rounds_(plan::rounds(plan.program)),
-      lanes_(plan::streams(plan.program)),
+ProgramBuilder::ProgramBuilder(const RankCall& call)
+    : Family(call),
+      places_(call),
+      rounds_(plan::rounds(plan_.program)),
+      lanes_(plan::streams(plan_.program)),
       waited_(at(lanes_)),
       arrived_(places_.transfers.size(), kNone),
       left_(places_.transfers.size(), kNone),
       lane_waited_for_slots_(at(lanes_), false) {
-  if (!places_.to_all) staging_bytes_ = plan.program.scratch_rows * places_.row_bytes;
+  if (!places_.to_all) staging_bytes_ = plan_.program.scratch_rows * places_.row_bytes;
 }
 
 StepList ProgramBuilder::lower() {
@@ -325,9 +324,7 @@ void ProgramBuilder::call(const std::vector<size_t>& round) {
     }
   }
   if (made.sends.empty() && made.receives.empty()) return;
-  list_.communicates = calls_++;
-  const StepId called = list_.add(lane, made, after);
-  list_.communicates = -1;
+  const StepId called = list_.add_of_chunk(calls_++, lane, made, after);
   for (const size_t i : round) {
     const Transfer& one = transfer(i);
     (places_.is_sent(one) ? left_ : arrived_)[i] = called;
@@ -437,9 +434,8 @@ void ProgramBuilder::await_step(StepId id, Lane lane, std::vector<StepId>& after
   if (std::find(after.begin(), after.end(), id) == after.end()) after.push_back(id);
 }
 
-StepList lower_program(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                       const Variant& variant) {
-  return ProgramBuilder(plan, rank, machine, variant).lower();
+StepList lower_program(const RankCall& call) {
+  return ProgramBuilder(call).lower();
 }
 
 }  // namespace overlap::steps

@@ -15,7 +15,7 @@ class ProgramPlaces {
  public:
   static constexpr int64_t kAlignment = 256;
 
-  ProgramPlaces(const plan::Plan& plan, int32_t rank, const Variant& variant);
+  explicit ProgramPlaces(const RankCall& call);
 
   bool is_sent(const plan::Transfer& one) const { return one.source.rank == rank; }
   const plan::Region& own_side(const plan::Transfer& one) const {
@@ -65,8 +65,7 @@ bool lands(const plan::Plan& plan, const plan::Transfer& one);
 // Builds the list in the order of the program: what is computed, each round of transfers, the result.
 class ProgramBuilder : Family {
  public:
-  ProgramBuilder(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                 const Variant& variant);
+  explicit ProgramBuilder(const RankCall& call);
   StepList lower();
 
  private:

@@ -15,12 +15,6 @@ using plan::Memory;
 using plan::Transfer;
 using plan::Way;
 
-std::vector<int64_t> offsets(const std::vector<int64_t>& rows) {
-  std::vector<int64_t> result{0};
-  for (const int64_t count : rows) result.push_back(result.back() + count);
-  return result;
-}
-
 Buffer product_buffer(const plan::Plan& plan) {
   const bool in_output = plan.problem.traits().all_reduces() && !writes_output(plan);
   return in_output ? Buffer::kOutput : Buffer::kProduct;
@@ -33,22 +27,22 @@ bool lands(const plan::Plan& plan, const Transfer& one) {
          plan::in_one_clique(plan, one.source.rank, one.destination.rank);
 }
 
-ProgramPlaces::ProgramPlaces(const plan::Plan& plan_, int32_t rank_, const Variant& variant)
-    : plan(plan_),
-      transfers(plan_.program.transfers),
-      rank(rank_),
-      ranks(plan_.problem.world_size),
-      gathers(plan_.problem.traits().gathers()),
-      to_all(plan_.problem.traits().rows_by_rank),
-      part_rows(plan::part_rows(plan_)),
-      element_bytes(plan::moved_bytes(plan_.problem)),
-      row_bytes(plan::moved_columns(plan_.problem) * element_bytes),
-      product(product_buffer(plan_)) {
+ProgramPlaces::ProgramPlaces(const RankCall& call)
+    : plan(call.plan),
+      transfers(plan.program.transfers),
+      rank(call.rank),
+      ranks(plan.problem.world_size),
+      gathers(plan.problem.traits().gathers()),
+      to_all(plan.problem.traits().rows_by_rank),
+      part_rows(plan::part_rows(plan)),
+      element_bytes(plan::moved_bytes(plan.problem)),
+      row_bytes(plan::moved_columns(plan.problem) * element_bytes),
+      product(product_buffer(plan)) {
   if (to_all) {
-    send_begin = offsets(variant.send_rows);
-    receive_begin = offsets(variant.receive_rows);
+    send_begin = offsets(call.variant.send_rows);
+    receive_begin = offsets(call.variant.receive_rows);
   }
-  if (plan::over_peers(plan)) place_landings(variant);
+  if (plan::over_peers(plan)) place_landings(call.variant);
 }
 
 void ProgramPlaces::place_landings(const Variant& variant) {

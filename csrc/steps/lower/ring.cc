@@ -10,13 +10,13 @@ namespace {
 
 class Ring : Family {
  public:
-  Ring(const plan::Plan& plan, int32_t rank, const plan::Machine& machine, const Variant& variant)
-      : Family(plan, rank, machine, variant),
-        owners_(plan.collective == plan::Collective::kOwners),
-        part_rows_(plan::part_rows(plan)),
+  explicit Ring(const RankCall& call)
+      : Family(call),
+        owners_(plan_.collective == plan::Collective::kOwners),
+        part_rows_(plan::part_rows(plan_)),
         part_bytes_(part_rows_ * row_bytes_),
-        part_tile_rows_(plan::tiles_m(plan) / ranks_),
-        part_tiles_(static_cast<int64_t>(part_tile_rows_) * plan::tiles_n(plan)) {}
+        part_tile_rows_(plan::tiles_m(plan_) / ranks_),
+        part_tiles_(static_cast<int64_t>(part_tile_rows_) * plan::tiles_n(plan_)) {}
 
   StepList lower() {
     list_.add_slot(plan::peer_slot_bytes(plan_), all_reduces_ || ranks_ == 2);
@@ -107,11 +107,8 @@ class Ring : Family {
     gemm.announces = true;
     gemm.spread_ns = spread_ns(plan_, machine_);
     gemm.ends_call = true;
-    if (all_reduces_) {
-      list_.add_held(Lane::kCaller, gemm);
-    } else {
-      list_.add(Lane::kCaller, gemm);
-    }
+    const StepId launched = list_.add(Lane::kCaller, gemm);
+    if (all_reduces_) list_.hold(launched);
   }
 
   void compute_by_library(int32_t phase) {
@@ -151,24 +148,18 @@ class Ring : Family {
       meet.announces = false;
       list_.add(Lane::kCaller, meet);
     }
-    AddTerms add = {term(rank_, 0), own_part(), 0, 0};
     const plan::Rows rows = plan::rows_of_part(plan_, rank_);
-    add.rows = rows.end - rows.begin;
-    add.terms = ranks_;
-    add.stride = part_bytes_;
-    add.bias = false;
-    list_.add(Lane::kCaller, add);
+    const int64_t count = rows.end - rows.begin;
+    list_.add(Lane::kCaller,
+              AddTerms{term(rank_, 0), own_part(), count, 0, ranks_, part_bytes_, false});
   }
 
   // Does the kernel's own work on final tiles.
   void collect() {
     for (int32_t distance = 1; distance < ranks_; ++distance) {
       const Copy copy = {own_part(), finished(rank_after(distance), rank_), bytes_of(rank_)};
-      if (distance == 1) {
-        list_.add_held(Lane::kCaller, copy);
-      } else {
-        list_.add(Lane::kCaller, copy);
-      }
+      const StepId copied = list_.add(Lane::kCaller, copy);
+      if (distance == 1) list_.hold(copied);
     }
     const int64_t first = (ranks_ - 1) * part_tiles_;
     for (int32_t distance = 1; distance < ranks_; ++distance) {
@@ -189,9 +180,8 @@ class Ring : Family {
 
 }  // namespace
 
-StepList lower_ring(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                    const Variant& variant) {
-  return Ring(plan, rank, machine, variant).lower();
+StepList lower_ring(const RankCall& call) {
+  return Ring(call).lower();
 }
 
 }  // namespace overlap::steps

@@ -168,12 +168,10 @@ class Stripes : Family {
 
   StepId add_up(plan::Rows rows, std::vector<StepId> after) {
     const plan::Rows own = rows_of(rows, rank_);
-    AddTerms sum = {term(rank_, 0, rows), output(rows, rank_), own.end - own.begin,
-                    plan_.resources.finish_ctas};
-    sum.terms = ranks_;
-    sum.stride = stride();
-    sum.bias = variant_.bias;
-    return list_.add(Lane::kSide1, sum, std::move(after));
+    return list_.add(Lane::kSide1,
+                     AddTerms{term(rank_, 0, rows), output(rows, rank_), own.end - own.begin,
+                              plan_.resources.finish_ctas, ranks_, stride(), variant_.bias},
+                     std::move(after));
   }
 
   // Sums to all ranks.
@@ -221,9 +219,8 @@ class Stripes : Family {
 
 }  // namespace
 
-StepList lower_stripes(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                       const Variant& variant) {
-  return Stripes(plan, rank, machine, variant).lower();
+StepList lower_stripes(const RankCall& call) {
+  return Stripes(call).lower();
 }
 
 }  // namespace overlap::steps
