@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <stdexcept>
+
+#include "plan/message.h"
 
 namespace overlap::plan {
 namespace {
@@ -13,10 +14,6 @@ uint64_t hash_of(const std::string& text) {
     value = (value ^ static_cast<uint8_t>(one)) * 0x100000001b3;
   }
   return value;
-}
-
-std::string number(int64_t value) {
-  return std::to_string(value);
 }
 
 }  // namespace
@@ -44,11 +41,10 @@ const char* name(PeerSource source) {
 
 void check_serial(const Plan& plan, const Machine& machine) {
   if (!machine.serial || !over_peers(plan)) return;
-  throw std::invalid_argument(
-      plan.to_string() +
-      ": the transport is peer, whose kernels wait for those of other ranks, but some rank's "
-      "kernels run one at a time (CUDA_LAUNCH_BLOCKING=1, compute-sanitizer, cuda-gdb or Nsight "
-      "Compute) and might wait for ever; use nccl, or run without these");
+  fail(plan.to_string(),
+       ": the transport is peer, whose kernels wait for those of other ranks, but some rank's "
+       "kernels run one at a time (CUDA_LAUNCH_BLOCKING=1, compute-sanitizer, cuda-gdb or Nsight "
+       "Compute) and might wait for ever; use nccl, or run without these");
 }
 
 RankFacts facts_of(const Machine& machine, int32_t nccl_version, uint64_t build, Serial serial) {
@@ -84,9 +80,12 @@ int32_t ranks_of_windows(int32_t host_ranks, int32_t team, int32_t world_size, i
 
 std::string why_no_peers(const std::vector<int32_t>& sources) {
   for (size_t rank = 0; rank < sources.size(); ++rank) {
-    const std::string named = "rank " + number(static_cast<int64_t>(rank));
-    if (sources[rank] < 0) return named + " has OVERLAP_PEERS=0 or NCCL_P2P_DISABLE=1";
-    if (sources[rank] != sources[0]) return named + " has another OVERLAP_PEER_MEMORY than rank 0";
+    if (sources[rank] < 0) {
+      return message("rank ", rank, " has OVERLAP_PEERS=0 or NCCL_P2P_DISABLE=1");
+    }
+    if (sources[rank] != sources[0]) {
+      return message("rank ", rank, " has another OVERLAP_PEER_MEMORY than rank 0");
+    }
   }
   return "";
 }
@@ -103,26 +102,24 @@ Agreement agree(const Machine& own, const std::vector<RankFacts>& all) {
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].serial == 0) continue;
     machine.serial = true;
-    result.why_serial += (result.why_serial.empty() ? "rank " : ", rank ") +
-                         number(static_cast<int64_t>(rank)) + " by " +
-                         name(static_cast<Serial>(all[rank].serial));
+    result.why_serial += message(result.why_serial.empty() ? "rank " : ", rank ", rank, " by ",
+                                 name(static_cast<Serial>(all[rank].serial)));
   }
   for (size_t rank = 1; rank < all.size(); ++rank) {
     const RankFacts& theirs = all[rank];
     std::string differs;
-    const auto say = [&](bool same, const std::string& what, const std::string& has,
-                         const std::string& of_first) {
-      if (same) return;
-      differs += (differs.empty() ? "" : ", ") + what +
-                 (has.empty() ? "" : " " + has + " (rank 0: " + of_first + ")");
+    const auto say = [&](bool same, const auto&... what) {
+      if (!same) differs += message(differs.empty() ? "" : ", ", what...);
     };
-    say(theirs.arch == first.arch, "compute capability", number(theirs.arch), number(first.arch));
-    say(theirs.sm_count == first.sm_count, "SMs", number(theirs.sm_count), number(first.sm_count));
-    say(theirs.kernel_arch == first.kernel_arch, "another set of kernels", "", "");
-    say(theirs.nccl_version == first.nccl_version, "NCCL", number(theirs.nccl_version),
-        number(first.nccl_version));
-    say(theirs.profile == first.profile, "another profile (OVERLAP_PROFILE)", "", "");
-    say(theirs.build == first.build, "another build of overlap_torch", "", "");
+    const auto compare = [&](const char* what, int32_t RankFacts::* of) {
+      say(theirs.*of == first.*of, what, " ", theirs.*of, " (rank 0: ", first.*of, ")");
+    };
+    compare("compute capability", &RankFacts::arch);
+    compare("SMs", &RankFacts::sm_count);
+    say(theirs.kernel_arch == first.kernel_arch, "another set of kernels");
+    compare("NCCL", &RankFacts::nccl_version);
+    say(theirs.profile == first.profile, "another profile (OVERLAP_PROFILE)");
+    say(theirs.build == first.build, "another build of overlap_torch");
     plans_alike = plans_alike && theirs.profile == first.profile && theirs.build == first.build &&
                   theirs.nccl_version == first.nccl_version;
     machine.arch = std::min(machine.arch, theirs.arch);
@@ -130,8 +127,8 @@ Agreement agree(const Machine& own, const std::vector<RankFacts>& all) {
     machine.sm_gflops = std::min(machine.sm_gflops, theirs.sm_gflops);
     machine.kernel_arch = std::min(machine.kernel_arch, theirs.kernel_arch);
     if (differs.empty()) continue;
-    result.difference += (result.difference.empty() ? "rank " : "; rank ") +
-                         number(static_cast<int64_t>(rank)) + " has " + differs;
+    result.difference +=
+        message(result.difference.empty() ? "rank " : "; rank ", rank, " has ", differs);
   }
   if (!plans_alike) {
     machine.link_gbps = 0.0;

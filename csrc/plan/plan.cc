@@ -4,10 +4,10 @@
 #include <charconv>
 #include <numeric>
 #include <sstream>
-#include <stdexcept>
 #include <string_view>
 #include <utility>
 
+#include "plan/message.h"
 #include "plan/plan_fields.h"
 
 namespace overlap::plan {
@@ -137,7 +137,7 @@ int64_t element_bytes(DType dtype) {
     case DType::kFloat8E5M2:
       return 1;
   }
-  throw std::invalid_argument("unknown dtype " + std::to_string(static_cast<int32_t>(dtype)));
+  fail("unknown dtype ", static_cast<int32_t>(dtype));
 }
 
 #define OVERLAP_NAME(Enum)       \
@@ -338,7 +338,7 @@ Collective collective_of(Op op) {
   const OpTraits own = traits(op);
   if (own.before.has_value()) return *own.before;
   if (own.after.has_value()) return *own.after;
-  throw std::invalid_argument("unknown op " + std::to_string(static_cast<int32_t>(op)));
+  fail("unknown op ", static_cast<int32_t>(op));
 }
 
 int32_t row_grain(const Plan& plan) {

@@ -1,8 +1,8 @@
 // A plan as a flat list of integers, and back.
 #include <limits>
-#include <stdexcept>
 #include <string>
 
+#include "plan/message.h"
 #include "plan/plan.h"
 #include "plan/plan_fields.h"
 
@@ -31,10 +31,8 @@ class Reader {
  public:
   explicit Reader(const std::vector<int64_t>& code) : code_(code) {
     if (!code.empty() && code[0] != kCodeVersion) {
-      throw std::invalid_argument(
-          "encoded plan has version = " + std::to_string(code[0]) + ", this release reads " +
-          std::to_string(kCodeVersion) +
-          ": make the plan again, or save and load plans as JSON, which releases share");
+      fail("encoded plan has version = ", code[0], ", this release reads ", kCodeVersion,
+           ": make the plan again, or save and load plans as JSON, which releases share");
     }
     take("version", kCodeVersion, kCodeVersion);
   }
@@ -62,25 +60,21 @@ class Reader {
 
   void finish() const {
     if (next_ != code_.size()) {
-      throw std::invalid_argument("encoded plan has " + std::to_string(code_.size()) +
-                                  " numbers, expected " + std::to_string(next_) +
-                                  ": pass exactly the list that encode() returned");
+      fail("encoded plan has ", code_.size(), " numbers, expected ", next_,
+           ": pass exactly the list that encode() returned");
     }
   }
 
  private:
   int64_t take(const std::string& field, int64_t low, int64_t high) {
     if (next_ == code_.size()) {
-      throw std::invalid_argument("encoded plan ends after " + std::to_string(code_.size()) +
-                                  " numbers, where " + field +
-                                  " should follow: pass the whole list that encode() returned");
+      fail("encoded plan ends after ", code_.size(), " numbers, where ", field,
+           " should follow: pass the whole list that encode() returned");
     }
     const int64_t value = code_[next_++];
     if (value < low || value > high) {
-      throw std::invalid_argument("encoded plan has " + field + " = " + std::to_string(value) +
-                                  " at position " + std::to_string(next_ - 1) + ", allowed are " +
-                                  std::to_string(low) + " to " + std::to_string(high) +
-                                  ": pass a list that encode() returned");
+      fail("encoded plan has ", field, " = ", value, " at position ", next_ - 1, ", allowed are ",
+           low, " to ", high, ": pass a list that encode() returned");
     }
     return value;
   }

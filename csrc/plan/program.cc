@@ -3,26 +3,21 @@
 
 #include <algorithm>
 #include <array>
-#include <sstream>
-#include <stdexcept>
 #include <string>
 
+#include "plan/message.h"
 #include "plan/plan.h"
 
 namespace overlap::plan {
 namespace {
 
 std::string text(const Rectangle& area) {
-  std::ostringstream out;
-  out << "rows " << area.row << " to " << area.row + area.rows << ", columns " << area.column
-      << " to " << area.column + area.columns;
-  return out.str();
+  return message("rows ", area.row, " to ", area.row + area.rows, ", columns ", area.column, " to ",
+                 area.column + area.columns);
 }
 
 std::string text(const Region& region) {
-  std::ostringstream out;
-  out << name(region.memory) << " of rank " << region.rank << " (" << text(region.area) << ")";
-  return out.str();
+  return message(name(region.memory), " of rank ", region.rank, " (", text(region.area), ")");
 }
 
 // One transfer's checks; messages begin with its number and what it is.
@@ -56,16 +51,12 @@ class Check {
  private:
   template <typename... Parts>
   [[noreturn]] void fail(const Parts&... parts) const {
-    std::ostringstream message;
-    message << "program's transfer " << number_;
-    const auto ways = static_cast<uint32_t>(Way::kCopy);
-    if (static_cast<uint32_t>(one_.way) <= ways) {
-      message << ", the " << name(one_.way) << " from rank " << one_.source.rank << " to "
-              << one_.destination.rank;
+    std::string what;
+    if (static_cast<uint32_t>(one_.way) <= static_cast<uint32_t>(Way::kCopy)) {
+      what = message(", the ", name(one_.way), " from rank ", one_.source.rank, " to ",
+                     one_.destination.rank);
     }
-    message << ": ";
-    (message << ... << parts);
-    throw std::invalid_argument(message.str());
+    plan::fail("program's transfer ", number_, what, ": ", parts...);
   }
 
   void check_region(const char* side, const Region& region) const {
@@ -179,13 +170,6 @@ class Check {
   const bool gathers_;
   const bool to_all_;
 };
-
-template <typename... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
-}
 
 // Every share of every message once.
 void check_messages(const Plan& plan) {

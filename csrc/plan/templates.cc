@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
-#include <stdexcept>
-#include <string>
+
+#include "plan/message.h"
 
 namespace overlap::plan {
 namespace {
@@ -18,8 +18,8 @@ bool grid_fits(const Problem& problem, const KernelShape& shape) {
 
 void check_band_rows(int32_t band_rows) {
   if (band_rows <= 0) {
-    throw std::invalid_argument("band_rows is " + std::to_string(band_rows) +
-                                ", allowed is 1 or more, a multiple of the kernel's cluster_m");
+    fail("band_rows is ", band_rows,
+         ", allowed is 1 or more, a multiple of the kernel's cluster_m");
   }
 }
 
@@ -63,14 +63,12 @@ Plan base_plan(const Problem& problem, Kernel kernel, Transport transport,
   const KernelShape own =
       shape.tile_m != 0 ? shape : kernel_shape(kernel, traits(transport).on_cpu);
   if (own.tile_m <= 0 || own.tile_n <= 0 || own.cluster_m <= 0) {
-    throw std::invalid_argument("tile shape " + std::to_string(own.tile_m) + "x" +
-                                std::to_string(own.tile_n) + " in clusters of " +
-                                std::to_string(own.cluster_m) + ": all three must be 1 or more");
+    fail("tile shape ", own.tile_m, "x", own.tile_n, " in clusters of ", own.cluster_m,
+         ": all three must be 1 or more");
   }
   if (!grid_fits(problem, own)) {
-    throw std::invalid_argument(problem.to_string() + " has more tiles of " +
-                                std::to_string(own.tile_m) + "x" + std::to_string(own.tile_n) +
-                                " than 32 bits count: split the problem");
+    fail(problem.to_string(), " has more tiles of ", own.tile_m, "x", own.tile_n,
+         " than 32 bits count: split the problem");
   }
   plan.tile_m = own.tile_m;
   plan.tile_n = own.tile_n;
@@ -111,11 +109,9 @@ Plan make_row_panels(const Problem& problem, Kernel kernel,
   const int32_t parts = row_parts(plan);
   for (const int32_t part_rows : chunk_rows_of_tiles) {
     if (part_rows <= 0 || part_rows > part_tile_rows(plan)) {
-      throw std::invalid_argument(
-          "a chunk is " + std::to_string(part_rows) + " tile rows high, allowed are 1 to " +
-          std::to_string(part_tile_rows(plan)) + ", the height of " +
-          (parts == 1 ? "the tile grid" : "one rank's part of the tile grid") +
-          ": change chunk_rows_of_tiles");
+      fail("a chunk is ", part_rows, " tile rows high, allowed are 1 to ", part_tile_rows(plan),
+           ", the height of ", parts == 1 ? "the tile grid" : "one rank's part of the tile grid",
+           ": change chunk_rows_of_tiles");
     }
     const int32_t rows = parts * part_rows;
     cut_into_bands(plan, rows, band_rows);

@@ -1,9 +1,8 @@
 // The conditions of a valid plan. Every message quotes what was given, says what is allowed, and
 // what to do.
 #include <limits>
-#include <sstream>
-#include <stdexcept>
 
+#include "plan/message.h"
 #include "plan/plan.h"
 #include "plan/templates.h"
 
@@ -15,13 +14,6 @@ constexpr int32_t kMaxCommSms = 1024;             // more SMs than any GPU has
 constexpr int32_t kMaxCtas = 64;                  // NCCL has no more channels
 constexpr int32_t kMaxFinishCtas = 4096;          // several on each of a GPU's SMs
 constexpr int32_t kMaxSmemPadBytes = 227 * 1024;  // what a block can have on Hopper
-
-template <typename... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
-}
 
 template <typename Enum>
 void check_enum(const char* field, Enum value, Enum last) {

@@ -1,9 +1,9 @@
 // Plans for kernels of the caller's: how many chunks, and how they travel.
 #include <algorithm>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "plan/message.h"
 #include "plan/templates.h"
 #include "planner/candidates.h"
 #include "planner/planner.h"
@@ -119,13 +119,12 @@ class KernelCandidates {
 void check(const Problem& problem, const Machine& machine, const KernelRequest& request) {
   if (problem.traits().rows_by_rank || request.tile_m < 1 || request.tile_n < 1 ||
       !(request.kernel_us > 0.0) || request.comm_sms < 0 || request.chunks < 0) {
-    throw std::invalid_argument(
-        "a kernel of your own of " + std::to_string(request.kernel_us) + " us in tiles of " +
-        std::to_string(request.tile_m) + " x " + std::to_string(request.tile_n) +
-        ": allowed are times above 0, tiles of 1 or more, and ops other than gemm_alltoall");
+    fail("a kernel of your own of ", std::to_string(request.kernel_us), " us in tiles of ",
+         request.tile_m, " x ", request.tile_n,
+         ": allowed are times above 0, tiles of 1 or more, and ops other than gemm_alltoall");
   }
   if (machine.sm_count <= 0 || machine.link_gbps <= 0.0) {
-    throw std::invalid_argument("nothing is known of the machine's link: measure it");
+    fail("nothing is known of the machine's link: measure it");
   }
 }
 

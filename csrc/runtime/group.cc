@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "kernels/gemm/gemm.h"
-#include "plan/seconds.h"
+#include "plan/message.h"
 #include "runtime/device_state.h"
 #include "runtime/error.h"
 #include "runtime/window_addresses.h"

@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "kernels/moe/moe.h"
-#include "plan/seconds.h"
+#include "plan/message.h"
 #include "runtime/error.h"
 #include "runtime/group.h"
 

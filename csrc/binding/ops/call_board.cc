@@ -20,7 +20,7 @@
 
 #include "binding/ops/environment.h"
 #include "cpu/torch_version.h"
-#include "plan/seconds.h"
+#include "plan/message.h"
 
 namespace overlap::binding {
 namespace {

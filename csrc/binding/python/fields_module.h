@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "plan/message.h"
 #include "plan/plan_fields.h"
 #include "plan/profile.h"
 
@@ -20,8 +21,7 @@ namespace py = pybind11;
 
 inline void check_index(const char* what, int64_t index, int64_t size) {
   if (index < 0 || index >= size) {
-    throw py::index_error(std::string(what) + " " + std::to_string(index) +
-                          " is out of range, the plan has " + std::to_string(size));
+    throw py::index_error(plan::message(what, " ", index, " is out of range, the plan has ", size));
   }
 }
 
@@ -104,7 +104,7 @@ py::class_<Item> bind_fields(py::module_& m) {
           field.name, [member](const Item& item) { return in_python(item.*member); },
           [member, name = field.name](Item& item, const InPython<Value>& given) {
             if (given == nullptr) {
-              throw py::value_error(std::string(name) + " is None, allowed is a Profile");
+              plan::fail(name, " is None, allowed is a Profile");
             }
             item.*member = given;
           });
@@ -189,8 +189,7 @@ void def_repr(py::class_<Item>& bound) {
 
 inline void check_members(const py::tuple& state, size_t count) {
   if (state.size() == count) return;
-  throw py::value_error("pickled by another release: it has " + std::to_string(state.size()) +
-                        " members, not " + std::to_string(count));
+  plan::fail("pickled by another release: it has ", state.size(), " members, not ", count);
 }
 
 // Pickled, and so copied by the module copy, field by field.

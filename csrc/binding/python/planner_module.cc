@@ -11,6 +11,7 @@
 #include "binding/python/fields_module.h"
 #include "binding/python/steps_module.h"
 #include "plan/gather_rounds.h"
+#include "plan/message.h"
 #include "plan/plan.h"
 #include "plan/ring_order.h"
 #include "plan/templates.h"
@@ -22,8 +23,8 @@ using namespace plan;  // whose types these are
 
 void check_gather(const Plan& plan) {
   if (!plan.problem.traits().gathers() || plan.schedule != plan::Schedule::kOverlapped) {
-    throw py::value_error("the launches are those of overlapped plans of allgather_gemm, not of " +
-                          plan.to_string());
+    plan::fail("the launches are those of overlapped plans of allgather_gemm, not of ",
+               plan.to_string());
   }
 }
 
@@ -56,11 +57,9 @@ void bind_orders(py::module_& m) {
       [](int32_t parts, int32_t part_tile_rows, int32_t tiles_n, int32_t round_rows) {
         if (parts < 2 || parts > plan::kMaxPeers || tiles_n < 1 || round_rows < 1 ||
             part_tile_rows < 1 || part_tile_rows % round_rows != 0) {
-          throw py::value_error("a ring of " + std::to_string(parts) + " parts of " +
-                                std::to_string(part_tile_rows) + " x " + std::to_string(tiles_n) +
-                                " tiles in rounds of " + std::to_string(round_rows) +
-                                " tile rows: allowed are 2 to " + std::to_string(plan::kMaxPeers) +
-                                " parts, of one tile or more and of whole rounds");
+          plan::fail("a ring of ", parts, " parts of ", part_tile_rows, " x ", tiles_n,
+                     " tiles in rounds of ", round_rows, " tile rows: allowed are 2 to ",
+                     plan::kMaxPeers, " parts, of one tile or more and of whole rounds");
         }
         const TileOrder order = plan::ring_order(parts, part_tile_rows, tiles_n, round_rows);
         plan::RowMap map;

@@ -5,10 +5,10 @@
 #include <pybind11/stl.h>
 
 #include <optional>
-#include <stdexcept>
 
 #include "binding/python/steps_module.h"
 #include "plan/agreement.h"
+#include "plan/message.h"
 
 namespace overlap::binding {
 namespace {
@@ -20,7 +20,7 @@ void refuse_faults(const Plan& plan, const std::optional<Machine>& machine) {
   plan::validate(plan);
   if (machine) plan::check_serial(plan, *machine);
   const auto fault = steps::find_fault(plan, machine ? *machine : steps::usual_machine(plan));
-  if (fault) throw std::invalid_argument(plan.to_string() + ": " + fault->what);
+  if (fault) plan::fail(plan.to_string(), ": ", fault->what);
 }
 
 }  // namespace

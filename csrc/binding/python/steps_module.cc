@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "binding/python/steps_module.h"
+#include "plan/message.h"
 #include "steps/list/step.h"
 #include "steps/price/price.h"
 
@@ -18,35 +19,29 @@ using plan::Machine;
 using plan::Op;
 using plan::Plan;
 
-// Throws ValueError.
-[[noreturn]] void refuse(const std::string& what) {
-  throw py::value_error(what);
-}
-
 void check_rows(const Plan& plan, const char* name, const std::vector<int64_t>& rows) {
   const bool wanted = plan.problem.traits().rows_by_rank;
   const auto world = static_cast<size_t>(plan.problem.world_size);
   const bool negative = std::any_of(rows.begin(), rows.end(), [](int64_t n) { return n < 0; });
   if (rows.size() == (wanted ? world : 0) && !negative) return;
-  refuse(std::string(name) + " has " + std::to_string(rows.size()) + " counts" +
-         (negative ? ", some below 0" : "") + "; the plan's op takes " +
-         (wanted ? "one of 0 or more for each of " + std::to_string(world) + " ranks" : "none"));
+  plan::fail(name, " has ", rows.size(), " counts", negative ? ", some below 0" : "",
+             "; the plan's op takes ",
+             wanted ? plan::message("one of 0 or more for each of ", world, " ranks") : "none");
 }
 
 void check_weights(const Plan& plan, const Weights& weights) {
   if (weights.empty()) return;
   if (!plan.problem.traits().gathers()) {
-    refuse("weights are for plans of allgather_gemm, not for " + plan.to_string());
+    plan::fail("weights are for plans of allgather_gemm, not for ", plan.to_string());
   }
   int64_t columns = 0;
   for (const auto& [count, takes] : weights) {
-    if (count < 0)
-      refuse("a weight has " + std::to_string(count) + " columns, allowed are 0 and more");
+    if (count < 0) plan::fail("a weight has ", count, " columns, allowed are 0 and more");
     columns += count;
   }
   if (columns == plan.problem.n) return;
-  refuse("the weights have " + std::to_string(columns) + " columns together, and the plan's n is " +
-         std::to_string(plan.problem.n));
+  plan::fail("the weights have ", columns, " columns together, and the plan's n is ",
+             plan.problem.n);
 }
 
 // Binds a function of a rank's steps; it refuses arguments that do not fit the plan.
@@ -59,9 +54,9 @@ void def_steps(py::module_& m, const char* name, Print print, const char* doc) {
               const std::vector<int64_t>& receive_rows, int64_t longest_message) {
         plan::validate(plan);
         if (rank < 0 || rank >= plan.problem.world_size) {
-          refuse("rank " + std::to_string(rank) + " is not one of the plan's " +
-                 std::to_string(plan.problem.world_size) + " ranks, 0 to " +
-                 std::to_string(plan.problem.world_size - 1));
+          const int32_t world = plan.problem.world_size;
+          plan::fail("rank ", rank, " is not one of the plan's ", world, " ranks, 0 to ",
+                     world - 1);
         }
         check_rows(plan, "send_rows", send_rows);
         check_rows(plan, "receive_rows", receive_rows);

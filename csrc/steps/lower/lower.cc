@@ -1,7 +1,5 @@
 // The family of each plan, and plans that do one thing after the other.
-#include <stdexcept>
-#include <string>
-
+#include "plan/message.h"
 #include "steps/list/step.h"
 #include "steps/lower/callers.h"
 #include "steps/lower/families.h"
@@ -119,17 +117,15 @@ void check_callers(const plan::Plan& plan) {
   const plan::OpTraits op = plan.problem.traits();
   if (plan::has_program(plan)) {
     if (op.sums()) return;
-    throw std::invalid_argument(std::string("a kernel of your own runs by programs of "
-                                            "gemm_allreduce and gemm_reducescatter, not of ") +
-                                plan::name(plan.problem.op) +
-                                ": take a plan whose chunks travel by its collective");
+    plan::fail(
+        "a kernel of your own runs by programs of gemm_allreduce and gemm_reducescatter, not of ",
+        plan::name(plan.problem.op), ": take a plan whose chunks travel by its collective");
   }
   if (!plan::over_peers(plan) || op.gathers() || plan::hierarchical(plan) ||
       plan.collective == plan::Collective::kDirect || plan.collective == plan::Collective::kStripes)
     return;
-  throw std::invalid_argument(
-      std::string("a kernel of your own cannot run by the plan's collective ") +
-      plan::name(plan.collective) +
+  plan::fail(
+      "a kernel of your own cannot run by the plan's collective ", plan::name(plan.collective),
       " over peers, which this package's GEMMs do as they store; take the collective direct or "
       "stripes, a program, or the transport nccl");
 }

@@ -11,9 +11,7 @@
 // Over gloo the peers' rows stay in the product, and messages take the place of slots and signals.
 //
 // A kernel of the caller's is one launch, of one chunk. Its product is a matrix whose parts lie in their owners' memory.
-#include <stdexcept>
-#include <string>
-
+#include "plan/message.h"
 #include "steps/lower/callers.h"
 #include "steps/lower/families.h"
 
@@ -52,7 +50,7 @@ class Stripes : Family {
  private:
   void check_callers() {
     if (peers_ && plan_.problem.dtype == plan::DType::kFloat64) {
-      throw std::invalid_argument(
+      plan::fail(
           "a kernel of your own with the collective stripes produces float64, allowed over peers "
           "are bfloat16, float16 and float32, which a kernel adds up: take the transport nccl");
     }
@@ -61,11 +59,10 @@ class Stripes : Family {
       list_.made.stripe_bytes = peers_ ? bytes : 0;
       return;
     }
-    throw std::invalid_argument(
-        "a kernel of your own with the collective stripes has " + std::to_string(chunks_) +
-        " chunks and parts of " + std::to_string(bytes) +
-        " bytes, allowed are one chunk and, over peers, parts of at least " +
-        std::to_string(plan::kStripePage) +
+    plan::fail(
+        "a kernel of your own with the collective stripes has ", chunks_, " chunks and parts of ",
+        bytes, " bytes, allowed are one chunk and, over peers, parts of at least ",
+        plan::kStripePage,
         " bytes, a page of a GPU's memory: take the collective direct, or the transport nccl");
   }
   bool in_stripes() const { return callers_ && peers_; }
