@@ -11,6 +11,14 @@ Graph::Node Simulation::node(const Here& here, const char* note) {
   return graph_.add();
 }
 
+// A node after the one and before the other.
+Graph::Node Simulation::node_within(const Span& span, const Here& here, const char* note) {
+  const Node by = node(here, note);
+  graph_.edge(span.first, by);
+  graph_.edge(by, span.last);
+  return by;
+}
+
 void Simulation::effect(Node node, std::function<void()> what) {
   effects_[at(node)].push_back(std::move(what));
 }
@@ -100,53 +108,51 @@ int64_t Simulation::room(const Here& here, const Where& where) const {
 // Bytes of a buffer that has them.
 Simulation::Place Simulation::place(const Here& here, const Where& where, int64_t bytes,
                                     Node by) const {
-  const bool fits = where.offset >= 0 && where.offset + bytes <= room(here, where);
-  if (bytes > 0 && !fits) {
-    fail(Fault::Kind::kResult, says(by) + " takes bytes " + std::to_string(where.offset) + " to " +
-                                   std::to_string(where.offset + bytes) + " of " +
-                                   name(where.buffer) + ", which has " +
-                                   std::to_string(room(here, where)));
+  if (bytes > 0 && (where.offset < 0 || where.offset + bytes > room(here, where))) {
+    fail(Fault::Kind::kResult, says(by), " takes bytes ", where.offset, " to ",
+         where.offset + bytes, " of ", name(where.buffer), ", which has ", room(here, where));
   }
   return {key(here, where), where.offset};
 }
 
-void Simulation::use(Node first, Node last, const Here& here, const Where& where, int64_t bytes,
-                     bool write) {
-  if (bytes == 0) return;
-  const auto [buffer, begin] = place(here, where, bytes, last);
-  if (!accesses_.empty()) {
+Simulation::Place Simulation::use(const Span& span, const Here& here, const Where& where,
+                                  int64_t bytes, bool write) {
+  const Place found = place(here, where, bytes, span.last);
+  if (bytes > 0 && !accesses_.empty()) {
     Access& before = accesses_.back();
-    if (before.key == buffer && before.first == first && before.last == last &&
-        before.write == write && !before.flag && before.end == begin) {
+    if (before.key == found.key && before.first == span.first && before.last == span.last &&
+        before.write == write && !before.flag && before.end == found.offset) {
       before.end += bytes;
-      return;
+      return found;
     }
   }
-  accesses_.push_back({buffer, begin, begin + bytes, first, last, write, false});
+  touches(span, found, bytes, write);
+  return found;
 }
 
-void Simulation::touches(Node by, const Place& place, int64_t bytes, bool write) {
+void Simulation::touches(const Span& span, const Place& place, int64_t bytes, bool write) {
   if (bytes == 0) return;
-  accesses_.push_back({place.key, place.offset, place.offset + bytes, by, by, write, false});
+  accesses_.push_back(
+      {place.key, place.offset, place.offset + bytes, span.first, span.last, write, false});
 }
 
 void Simulation::moves(Node by, const Place& from, const Place& to, int64_t bytes) {
-  touches(by, from, bytes, false);
-  touches(by, to, bytes, true);
-  effect(by, [=, this] { copy(from.key, from.offset, to.key, to.offset, bytes, by); });
+  touches({by, by}, from, bytes, false);
+  touches({by, by}, to, bytes, true);
+  effect(by, [=, this] { copy(from, to, bytes, by); });
 }
 
 // The sum of the terms, in their order, to all targets.
 void Simulation::adds(Node by, const std::vector<Place>& terms, const std::vector<Place>& targets,
                       int64_t bytes, bool bias) {
-  for (const Place& term : terms) touches(by, term, bytes, false);
-  for (const Place& target : targets) touches(by, target, bytes, true);
+  for (const Place& term : terms) touches({by, by}, term, bytes, false);
+  for (const Place& target : targets) touches({by, by}, target, bytes, true);
   effect(by, [=, this] {
     std::vector<std::vector<Run>> runs;
-    for (const Place& term : terms) runs.push_back(read(term.key, term.offset, bytes, by));
+    for (const Place& term : terms) runs.push_back(read(term, bytes, by));
     std::vector<Run> sum = add(runs, false, by);
     if (bias) add_bias(sum, by);
-    for (const Place& target : targets) contents_[target.key].write(target.offset, sum);
+    for (const Place& target : targets) write(target, sum);
   });
 }
 
@@ -157,26 +163,33 @@ void Simulation::use_flag(const Span& span, int32_t owner, Kind kind, int32_t in
 
 // A number that is sent, or waited for, is above that of the calls that have ended in the slot.
 void Simulation::reads_calls(const Span& span, const Here& here) {
-  accesses_.push_back(
-      {key(here.rank, kCallsEnded, here.call->slot), 0, 1, span.first, span.last, false, false});
+  touches(span, {key(here.rank, kCallsEnded, here.call->slot), 0}, 1, false);
 }
 
 void Simulation::ends_call(Node node, Here& here) {
   if (here.ended || !here.list->takes_slot) {
-    fail(Fault::Kind::kDeadlock, says(node) + (here.ended ? " ends a call that has been ended"
-                                                          : " ends a call that takes no slot"));
+    fail(Fault::Kind::kDeadlock, says(node),
+         here.ended ? " ends a call that has been ended" : " ends a call that takes no slot");
   }
-  accesses_.push_back(
-      {key(here.rank, kCallsEnded, here.call->slot), 0, 1, node, node, true, false});
+  touches({node, node}, {key(here.rank, kCallsEnded, here.call->slot), 0}, 1, true);
   here.ended = node;
 }
 
-void Simulation::holds(const Here& here, Node first, Node last, int32_t held, int32_t needed,
-                       bool waits, bool one_warp) {
+void Simulation::holds(const Here& here, const Span& span, int32_t held, int32_t needed, bool waits,
+                       bool one_warp) {
   if (machine_.arch == 0) return;
   const int32_t most = machine_.sm_count;
-  holders_.push_back({here.rank, here.lane, here.id, first, last, std::min(held, most),
+  holders_.push_back({here.rank, here.lane, here.id, span.first, span.last, std::min(held, most),
                       std::min(needed, most), waits, one_warp});
+}
+
+// A copy within a device is a kernel, whatever its name.
+void Simulation::holds_copy(const Here& here, const Span& span, const Where& source,
+                            const Where& destination) {
+  const auto remote = [&](const Where& where) {
+    return where.buffer == Buffer::kSlot && where.index != here.rank;
+  };
+  if (!remote(source) && !remote(destination)) holds(here, span, 1, 1, false);
 }
 
 // --- the calls ---
@@ -242,10 +255,9 @@ void Simulation::expand(int32_t turn) {
   for (Here& here : all) {
     if (!here.ended) {
       here.id = -1;
-      fail(Fault::Kind::kDeadlock,
-           says(turn, here.rank, -1) +
-               ": nothing ends the call, so the peers wait in vain for its slot, and its next "
-               "call in this slot for numbers that the peers do not send");
+      fail(Fault::Kind::kDeadlock, says(turn, here.rank, -1),
+           ": nothing ends the call, so the peers wait in vain for its slot, and its next "
+           "call in this slot for numbers that the peers do not send");
     }
     ends.push_back(*here.ended);
   }
@@ -301,16 +313,15 @@ void Simulation::expand_rank(Here& here) {
       graph_.edge(chain_[at(here.rank)], span.first);
       chained = true;
       if (here.list->counters > 0) {
-        accesses_.push_back(
-            {key(rank, kCounters, 0), 0, here.list->counters, span.first, span.first, true, false});
+        touches(span, {key(rank, kCounters, 0), 0}, here.list->counters, true);
       }
     }
     // The host launches it when what it launched before has ended.
     if (machine_.serial && i > 0) graph_.edge(here.ends[i - 1], span.first);
     for (const StepId id : step.after) {
       if (id < 0 || id >= here.id) {
-        fail(Fault::Kind::kDeadlock, says(span.first) + " comes after #" + std::to_string(id) +
-                                         ", which is not enqueued before it");
+        fail(Fault::Kind::kDeadlock, says(span.first), " comes after #", id,
+             ", which is not enqueued before it");
       }
       graph_.edge(here.ends[at(id)], span.first);
     }
@@ -339,10 +350,9 @@ void Simulation::check_joins(Here& here) const {
     if (all || step.lane == Lane::kCaller) lanes[step.lane] = true;
     joined[i] = joined[i] || lanes[step.lane];
     if (!joined[i]) {
-      fail(Fault::Kind::kRace,
-           says(here.turn, here.rank, static_cast<StepId>(i)) +
-               " is not joined: the caller's stream goes on without it, and no CUDA graph can "
-               "capture it");
+      fail(Fault::Kind::kRace, says(here.turn, here.rank, static_cast<StepId>(i)),
+           " is not joined: the caller's stream goes on without it, and no CUDA graph can "
+           "capture it");
     }
     lanes[step.lane] = true;
     for (const StepId id : step.after) {
@@ -372,17 +382,19 @@ void Simulation::consume_results(Here& here) {
   follow(tail(here, Lane::kCaller), end);
   for (const Where& given :
        {Where{Buffer::kInput}, Where{Buffer::kIndices}, Where{Buffer::kIndices, 0, 1}}) {
-    writes(end, end, here, given, room(here, given));
+    writes({end, end}, here, given, room(here, given));
   }
   for (const Scratch& scratch : here.list->scratch) {
-    if (scratch.buffer != Buffer::kWindow) writes(end, end, here, {scratch.buffer}, scratch.bytes);
+    if (scratch.buffer != Buffer::kWindow) {
+      writes({end, end}, here, {scratch.buffer}, scratch.bytes);
+    }
   }
   const bool gathers = here.plan->problem.traits().gathers();
-  if (gathers) writes(end, end, here, {Buffer::kGathered}, room(here, {Buffer::kGathered}));
+  if (gathers) writes({end, end}, here, {Buffer::kGathered}, room(here, {Buffer::kGathered}));
   const auto outputs = static_cast<int32_t>(std::max<size_t>(1, here.variant->weights.size()));
   for (int32_t i = 0; i < outputs; ++i) {
     const Where output = {Buffer::kOutput, 0, i};
-    writes(end, end, here, output, room(here, output));
+    writes({end, end}, here, output, room(here, output));
   }
   const Here at_end = here;
   effect(end, [this, at_end, end] { expect(at_end, end); });
@@ -393,9 +405,8 @@ void Simulation::agree(const Turn& turn, int32_t number) const {
   for (int32_t rank = 1; rank < ranks_; ++rank) {
     const std::string own = communication((*turn.lists)[at(rank)]);
     if (own == first) continue;
-    fail(Fault::Kind::kDisagreement, says(number, rank, -1) +
-                                         " communicates otherwise than rank 0:\n" + own +
-                                         "and rank 0:\n" + first);
+    fail(Fault::Kind::kDisagreement, says(number, rank, -1),
+         " communicates otherwise than rank 0:\n", own, "and rank 0:\n", first);
   }
 }
 

@@ -26,20 +26,17 @@ const char* remedy_of_program(Fault::Kind kind) {
 
 }  // namespace
 
-void Simulation::fail(Fault::Kind kind, const std::string& what, const char* remedy) const {
-  if (remedy == nullptr) {
-    const bool program = plan::has_program(*turns_.front().plan);
-    remedy = program ? remedy_of_program(kind) : kNotThePlan;
-  }
-  throw Found{{kind, what + ": " + remedy}};
+const char* Simulation::remedy(Fault::Kind kind) const {
+  const bool program = plan::has_program(*turns_.front().plan);
+  return program ? remedy_of_program(kind) : kNotThePlan;
 }
 
 std::string Simulation::says(int32_t turn, int32_t rank, StepId step) const {
-  std::string text = "rank " + std::to_string(rank) + ", call " + std::to_string(turn);
+  const std::string text = plan::message("rank ", rank, ", call ", turn);
   if (step < 0) return text;
   const Step& one = (*turns_[at(turn)].lists)[at(rank)].steps[at(step)];
   const char* const kind = std::visit([](const auto& what) { return name(what); }, one.what);
-  return text + ", step #" + std::to_string(step) + " (" + kind + " on " + name(one.lane) + ")";
+  return plan::message(text, ", step #", step, " (", kind, " on ", name(one.lane), ")");
 }
 
 std::string Simulation::says(Node node) const {
@@ -79,7 +76,7 @@ void Simulation::check_circles() {
   if (graph_.close()) return;
   std::string text;
   for (const Node node : graph_.circle()) text += (text.empty() ? "" : "; for ") + says(node);
-  fail(Fault::Kind::kDeadlock, "these wait for each other: " + text);
+  fail(Fault::Kind::kDeadlock, "these wait for each other: ", text);
 }
 
 // A later call's number in place of what an earlier one waits for; not the other way round, as numbers only grow.
@@ -104,10 +101,9 @@ void Simulation::check_races() {
       if (graph_.before(a.last, b.first) || graph_.before(b.last, a.first)) continue;
       const Access& from = a.write ? a : b;
       const Access& to = a.write ? b : a;
-      fail(Fault::Kind::kRace, says(from.last) + " writes " + name_of(a.key) + " from " +
-                                   std::to_string(std::max(a.begin, b.begin)) + " to " +
-                                   std::to_string(std::min(a.end, b.end)) + " while " +
-                                   says(to.last) + (to.write ? " writes it, too" : " reads it"));
+      fail(Fault::Kind::kRace, says(from.last), " writes ", name_of(a.key), " from ",
+           std::max(a.begin, b.begin), " to ", std::min(a.end, b.end), " while ", says(to.last),
+           to.write ? " writes it, too" : " reads it");
     }
   }
 }
@@ -170,12 +166,11 @@ void Simulation::check_progress() {
     if (started[i] || !all_before(one, one.first)) continue;
     std::string who;
     const int32_t held = held_beside(one, ended, &who);
-    fail(Fault::Kind::kProgress,
-         says(one.first) + " takes " + std::to_string(one.needed) + " of " +
-             std::to_string(machine_.sm_count) +
-             " SMs, and these, which may wait at that time, hold " + std::to_string(held) + ": " +
-             who,
-         "lower max_ctas or lanes, or raise comm_sms");
+    const std::string what =
+        plan::message(says(one.first), " takes ", one.needed, " of ", machine_.sm_count,
+                      " SMs, and these, which may wait at that time, hold ", held, ": ", who,
+                      ": lower max_ctas or lanes, or raise comm_sms");
+    throw Found{{Fault::Kind::kProgress, what}};
   }
 }
 
@@ -185,99 +180,76 @@ void Simulation::check_results() {
   }
 }
 
-// The result of NCCL's collective on all ranks' memory.
-void Simulation::share(Node hub, const std::map<int32_t, CommunicatorCall>& calls, const Turn& turn,
-                       int32_t number) {
-  struct Side {
-    Key from = 0;
-    int64_t from_offset = 0;
-    Key to = 0;
-    int64_t to_offset = 0;
-  };
-  std::vector<Side> sides;
-  for (const auto& [rank, call] : calls) {
-    Here here;
-    here.rank = rank;
-    here.turn = number;
-    here.call = &turn;
-    sides.push_back({key(here, call.step->source), call.step->source.offset,
-                     key(here, call.step->destination), call.step->destination.offset});
-  }
-  const Collective& step = *calls.begin()->second.step;
-  const int64_t bytes = step.count * plan::moved_bytes(turn.plan->problem);
+// The result of NCCL's collective on all ranks' memory. `calls`: of each rank.
+void Simulation::share(Node hub, const std::vector<CommunicatorCall>& calls) {
+  const Collective& step = *calls[0].step;
+  const int64_t bytes = step.count * plan::moved_bytes(turns_[at(call_)].plan->problem);
   effect(hub, [=, this, &step] {
-    const auto contents = [&](const Side& side, int64_t offset) {
-      return contents_[side.from].read(side.from_offset + offset, bytes);
+    const auto of_all = [&](size_t part) {
+      std::vector<std::vector<Run>> all;
+      for (const CommunicatorCall& call : calls) {
+        const int64_t begin = call.source.offset + static_cast<int64_t>(part) * bytes;
+        all.push_back(contents_[call.source.key].read(begin, bytes));
+      }
+      return all;
     };
     if (step.kind == plan::Collective::kAllGather || step.kind == plan::Collective::kExchange) {
-      std::vector<std::vector<Run>> parts;
-      for (const Side& side : sides) parts.push_back(contents(side, 0));
-      for (const Side& side : sides) {
+      const std::vector<std::vector<Run>> parts = of_all(0);
+      for (const CommunicatorCall& call : calls) {
         for (size_t rank = 0; rank < parts.size(); ++rank) {
-          contents_[side.to].write(side.to_offset + static_cast<int64_t>(rank) * bytes,
-                                   parts[rank]);
+          write(call.destination.behind(static_cast<int64_t>(rank) * bytes), parts[rank]);
         }
       }
       return;
     }
     const bool scatters = step.kind == plan::Collective::kReduceScatter;
     std::vector<std::vector<Run>> sums;
-    for (size_t part = 0; part < (scatters ? sides.size() : 1); ++part) {
-      std::vector<std::vector<Run>> terms;
-      for (const Side& side : sides) {
-        terms.push_back(contents(side, static_cast<int64_t>(part) * bytes));
-      }
-      sums.push_back(add(terms, true, hub));
+    for (size_t part = 0; part < (scatters ? calls.size() : 1); ++part) {
+      sums.push_back(add(of_all(part), true, hub));
     }
-    for (size_t rank = 0; rank < sides.size(); ++rank) {
-      contents_[sides[rank].to].write(sides[rank].to_offset, sums[scatters ? rank : 0]);
+    for (size_t rank = 0; rank < calls.size(); ++rank) {
+      write(calls[rank].destination, sums[scatters ? rank : 0]);
     }
   });
 }
 
 // --- contents ---
 
-std::vector<Run> Simulation::read(Key key, int64_t begin, int64_t bytes, Node by) const {
-  const auto found = contents_.find(key);
-  std::vector<Run> runs =
-      found != contents_.end() ? found->second.read(begin, bytes) : std::vector<Run>{};
-  if (found == contents_.end() && bytes > 0) runs.push_back({bytes, 0, {}});
+std::vector<Run> Simulation::read(const Place& from, int64_t bytes, Node by) const {
+  static const Contents nothing;
+  const auto found = contents_.find(from.key);
+  const Contents& contents = found != contents_.end() ? found->second : nothing;
+  std::vector<Run> runs = contents.read(from.offset, bytes);
   for (const Run& run : runs) {
     if (run.content.space != Content::Space::kNothing) continue;
-    fail(Fault::Kind::kResult, says(by) + " reads what was never written, in " + name_of(key) +
-                                   " from " + std::to_string(begin) + " to " +
-                                   std::to_string(begin + bytes));
+    fail(Fault::Kind::kResult, says(by), " reads what was never written, in ", name_of(from.key),
+         " from ", from.offset, " to ", from.offset + bytes);
   }
   return runs;
 }
 
-void Simulation::copy(Key from, int64_t from_offset, Key to, int64_t to_offset, int64_t bytes,
-                      Node by) {
-  contents_[to].write(to_offset, read(from, from_offset, bytes, by));
+void Simulation::copy(const Place& from, const Place& to, int64_t bytes, Node by) {
+  write(to, read(from, bytes, by));
 }
 
 // Some columns of a row of tiles; the row is there once all of them are.
-void Simulation::write_columns(Key to, int64_t offset, const TileRows& rows, int32_t columns,
+void Simulation::write_columns(const Place& to, const TileRows& rows, int32_t columns,
                                const std::vector<Run>& what, Node by) {
-  if (rows.columns == columns) {
-    contents_[to].write(offset, what);
-    return;
-  }
-  BegunRow& row = begun_rows_[to][rows.tile_row];
-  if (row.columns.empty()) row = {offset, what, std::vector<bool>(at(columns), false)};
-  bool fits = row.place == offset && row.what == what;
+  if (rows.columns == columns) return write(to, what);
+  BegunRow& row = begun_rows_[to.key][rows.tile_row];
+  if (row.columns.empty()) row = {to.offset, what, std::vector<bool>(at(columns), false)};
+  bool fits = row.place == to.offset && row.what == what;
   for (int32_t column = 0; column < rows.columns; ++column) {
     auto there = row.columns[at(rows.first_column + column)];
     fits = fits && !there;
     there = true;
   }
   if (!fits) {
-    fail(Fault::Kind::kResult, says(by) + " writes tiles of tile row " +
-                                   std::to_string(rows.tile_row) +
-                                   " twice, or not beside the others, or of other ranks");
+    fail(Fault::Kind::kResult, says(by), " writes tiles of tile row ", rows.tile_row,
+         " twice, or not beside the others, or of other ranks");
   }
   if (std::all_of(row.columns.begin(), row.columns.end(), [](bool there) { return there; })) {
-    contents_[to].write(offset, what);
+    write(to, what);
   }
 }
 
@@ -288,8 +260,7 @@ std::vector<Run> Simulation::product(const std::vector<Run>& inputs, int64_t fro
   for (const Run& run : inputs) {
     const bool rows = run.position % from_row_bytes == 0 && run.bytes % from_row_bytes == 0;
     if (run.content.space != Content::Space::kInput || run.content.call != turn || !rows) {
-      fail(Fault::Kind::kResult,
-           says(by) + " computes with what are not rows of this call's input");
+      fail(Fault::Kind::kResult, says(by), " computes with what are not rows of this call's input");
     }
     Content content = run.content;
     content.space = Content::Space::kProduct;
@@ -327,8 +298,8 @@ std::vector<Run> Simulation::add(const std::vector<std::vector<Run>>& terms, boo
       const bool filling = run.content.space == Content::Space::kNothing &&
                            content.space == Content::Space::kNothing;
       if (!alike && !filling && !(nothing && by_library)) {
-        fail(Fault::Kind::kResult,
-             says(by) + " adds rows that do not belong together, or have their bias already");
+        fail(Fault::Kind::kResult, says(by),
+             " adds rows that do not belong together, or have their bias already");
       }
       used[i] += bytes;
       if (used[i] == run.bytes) {
@@ -343,7 +314,7 @@ std::vector<Run> Simulation::add(const std::vector<std::vector<Run>>& terms, boo
     if (commutes) std::sort(parts.begin(), parts.end());
     content.sum = sums_.add(parts, by_library);
     if (sums_.twice(content.sum)) {
-      fail(Fault::Kind::kResult, says(by) + " adds what a rank contributes a second time");
+      fail(Fault::Kind::kResult, says(by), " adds what a rank contributes a second time");
     }
     const bool joins = !sum.empty() && sum.back().content == content &&
                        sum.back().position + sum.back().bytes == position;
@@ -358,7 +329,7 @@ std::vector<Run> Simulation::add(const std::vector<std::vector<Run>>& terms, boo
 
 void Simulation::add_bias(std::vector<Run>& runs, Node by) const {
   for (Run& run : runs) {
-    if (run.content.biased) fail(Fault::Kind::kResult, says(by) + " adds the bias again");
+    if (run.content.biased) fail(Fault::Kind::kResult, says(by), " adds the bias again");
     run.content.biased = true;
   }
 }
@@ -386,8 +357,8 @@ void Simulation::expect_runs(const std::vector<Run>& runs, int64_t offset, Conte
       wrong = biased ? "has no bias" : "has a bias";
     }
     if (!wrong.empty()) {
-      fail(Fault::Kind::kResult, says(by) + " reads results, and its " + what + " from byte " +
-                                     std::to_string(offset + place) + " on " + wrong);
+      fail(Fault::Kind::kResult, says(by), " reads results, and its ", what, " from byte ",
+           offset + place, " on ", wrong);
     }
     place += run.bytes;
   }
@@ -452,7 +423,7 @@ void Simulation::expect(const Here& here, Node by) {
       first.begin(), first.end(), found.begin(), found.end(),
       [](const Run& a, const Run& b) { return a.bytes == b.bytes && a.content == b.content; });
   if (!same) {
-    fail(Fault::Kind::kResult, says(by) + " reads sums that another rank adds in another order");
+    fail(Fault::Kind::kResult, says(by), " reads sums that another rank adds in another order");
   }
 }
 

@@ -159,24 +159,22 @@ void Simulation::compute_packed(Node by, Here& here, const Gemm& step, const Gem
   const int64_t to_row = row_bytes(here, step.weight);
   const int64_t tile_bytes = int64_t{plan.tile_m} * plan.tile_n * plan::moved_bytes(plan.problem);
   const int64_t first = here.list->orders[at(step.order)].chunk_begin[piece.chunk];
-  Where to = step.outputs[0].where;
-  to.offset += (first * step.terms + int64_t{step.term} * piece.tiles) * tile_bytes;
   const int64_t bytes = (step.rows.end - step.rows.begin) * from_row;
-  reads(by, by, here, step.input, bytes);
-  writes(by, by, here, to, piece.tiles * tile_bytes);
-  const Key from = key(here, step.input);
-  const Key target = key(here, to);
-  const int32_t tiles = piece.tiles;
+  const int64_t made_bytes = piece.tiles * tile_bytes;
+  const Place from = reads({by, by}, here, step.input, bytes);
+  const Place to =
+      writes({by, by}, here,
+             step.outputs[0].where.behind(first * step.terms * tile_bytes + step.term * made_bytes),
+             made_bytes);
   const int32_t turn = here.turn;
-  effect(by, [=, this, &step] {
-    const std::vector<Run> made =
-        product(read(from, step.input.offset, bytes, by), from_row, to_row, 0, turn, by);
+  effect(by, [=, this] {
+    const std::vector<Run> made = product(read(from, bytes, by), from_row, to_row, 0, turn, by);
     if (made.size() != 1 || made[0].position != 0) {
-      fail(Fault::Kind::kResult, says(by) + " computes rows that are not the product's");
+      fail(Fault::Kind::kResult, says(by), " computes rows that are not the product's");
     }
     Content content = made[0].content;
     content.space = Content::Space::kTiles;
-    contents_[target].write(to.offset, Run{tiles * tile_bytes, first * tile_bytes, content});
+    write(to, Run{made_bytes, first * tile_bytes, content});
   });
 }
 
@@ -184,20 +182,15 @@ void Simulation::compute_rows(Node by, Here& here, const Gemm& step, const TileR
                               int32_t columns, bool last) {
   const int64_t from_row = input_row_bytes(here);
   const int64_t to_row = row_bytes(here, step.weight);
-  const auto moved = [](Where where, int64_t bytes) {
-    where.offset += bytes;
-    return where;
-  };
-  const Where input =
-      moved(rows.own_input ? Where{Buffer::kInput} : step.input, rows.input_row * from_row);
+  const Where input = rows.own_input ? Where{Buffer::kInput} : step.input;
+  const Place from =
+      reads({by, by}, here, input.behind(rows.input_row * from_row), rows.rows * from_row);
   const Target& target = step.outputs[at(rows.output)];
-  reads(by, by, here, input, rows.rows * from_row);
   // The terms of the sum, in order; null: what this GEMM makes.
-  std::vector<std::optional<std::pair<Key, int64_t>>> terms;
+  std::vector<std::optional<Place>> terms;
   const auto adds = [&](const Where& base) {
-    const Where source = moved(base, rows.output_row * to_row);
-    reads(by, by, here, source, rows.rows * to_row);
-    terms.emplace_back(std::pair(key(here, source), source.offset));
+    const Where source = base.behind(rows.output_row * to_row);
+    terms.emplace_back(reads({by, by}, here, source, rows.rows * to_row));
   };
   if (target.adds) {
     adds(*target.adds);
@@ -207,28 +200,26 @@ void Simulation::compute_rows(Node by, Here& here, const Gemm& step, const TileR
     if (rank == here.rank) {
       terms.emplace_back();
     } else {
-      adds(moved(*step.terms_at, rank * step.map.part_rows * to_row));
+      adds(step.terms_at->behind(rank * step.map.part_rows * to_row));
     }
   }
-  std::vector<std::pair<Key, int64_t>> targets;
+  std::vector<Place> targets;
   const auto stores = [&](const Where& base) {
-    const Where to = moved(base, rows.output_row * to_row);
-    writes(by, by, here, to, rows.stored_rows * to_row);
-    targets.emplace_back(key(here, to), to.offset);
+    const Where to = base.behind(rows.output_row * to_row);
+    targets.push_back(writes({by, by}, here, to, rows.stored_rows * to_row));
   };
   stores(target.where);
   for (const Where& mirror : step.mirrors) {
     if (last) stores(mirror);
   }
-  const Key from = key(here, input);
   const int32_t turn = here.turn;
   effect(by, [=, this, &step] {
-    std::vector<Run> made = product(read(from, input.offset, rows.rows * from_row, by), from_row,
-                                    to_row, step.weight, turn, by);
+    std::vector<Run> made =
+        product(read(from, rows.rows * from_row, by), from_row, to_row, step.weight, turn, by);
     if (!terms.empty()) {
       std::vector<std::vector<Run>> parts;
-      for (const auto& term : terms) {
-        parts.push_back(term ? read(term->first, term->second, rows.rows * to_row, by) : made);
+      for (const std::optional<Place>& term : terms) {
+        parts.push_back(term ? read(*term, rows.rows * to_row, by) : made);
       }
       made = add(parts, false, by);
     }
@@ -236,9 +227,7 @@ void Simulation::compute_rows(Node by, Here& here, const Gemm& step, const TileR
     if (rows.stored_rows > rows.rows) {
       made.push_back({(rows.stored_rows - rows.rows) * to_row, 0, {}});
     }
-    for (const auto& [place, offset] : targets) {
-      write_columns(place, offset, rows, columns, made, by);
-    }
+    for (const Place& to : targets) write_columns(to, rows, columns, made, by);
   });
 }
 
@@ -286,18 +275,13 @@ void Simulation::collect(Here& here, const Gemm& step, const Span& span) {
       const int64_t end = ((int64_t{group} + 1) * height + groups - 1) / groups;
       const int64_t begin_row = std::min(rows, first * here.plan->tile_m);
       const int64_t end_row = std::min(rows, end * here.plan->tile_m);
-      const Node by = node(here, "collects");
-      graph_.edge(span.first, by);
-      graph_.edge(by, span.last);
+      const Node by = node_within(span, here, "collects");
       reads_calls({span.first, by}, here);
       const int64_t flags = (ranks_ - 1 + distance - 1) * part;
       await_tiles({span.first, by}, here, flags + first * columns, flags + end * columns);
       const int64_t offset = (int64_t{peer} * step.map.part_rows + begin_row) * to_row;
-      Where from = *step.arriving;
-      from.offset += offset;
-      const Where to = {Buffer::kOutput, offset};
-      const int64_t bytes = (end_row - begin_row) * to_row;
-      moves(by, place(here, from, bytes, by), place(here, to, bytes, by), bytes);
+      moves(by, here, step.arriving->behind(offset), {Buffer::kOutput, offset},
+            (end_row - begin_row) * to_row);
     }
   }
 }
@@ -310,11 +294,7 @@ void Simulation::exchange(Here& here, const Gemm& step, const Span& span, Node m
   graph_.edge(span.first, met);
   await(met, here, 0);
   for (const Move& move : step.moves) {
-    const Node by = node(here, "receives");
-    graph_.edge(met, by);
-    graph_.edge(by, span.last);
-    moves(by, place(here, move.from, move.bytes, by), place(here, move.to, move.bytes, by),
-          move.bytes);
+    moves(node_within({met, span.last}, here, "receives"), here, move.from, move.to, move.bytes);
   }
   graph_.edge(met, span.last);
 }
@@ -331,11 +311,10 @@ void Simulation::check_drawing(const Here& here, const Gemm& step) const {
   }
   for (size_t i = at(height); i < first.size(); ++i) {
     if (first[i - at(height)] < first[i]) continue;
-    fail(Fault::Kind::kProgress,
-         says(here.turn, here.rank, here.id) + " draws tile row " + std::to_string(i % at(height)) +
-             " of phase " + std::to_string(i / at(height)) +
-             " before that of the phase before, which it adds to: clusters that hold all SMs would "
-             "wait for tiles that none of them has");
+    fail(Fault::Kind::kProgress, says(here.turn, here.rank, here.id), " draws tile row ",
+         i % at(height), " of phase ", i / at(height),
+         " before that of the phase before, which it adds to: clusters that hold all SMs would "
+         "wait for tiles that none of them has");
   }
 }
 
@@ -352,9 +331,7 @@ void Simulation::take(Here& here, const Gemm& step, Span& span) {
   if (step.sends_messages) meet(span.first, here, "peer_exchange");
   const Node made = step.sends_messages ? node(here, "has made all messages") : end;
   for (const GemmPiece& piece : pieces(*here.plan, here.list->orders[at(step.order)], step)) {
-    const Node by = node(here, "");
-    graph_.edge(span.first, by);
-    graph_.edge(by, made);
+    const Node by = node_within({span.first, made}, here);
     compute(by, here, step, piece);
     if (step.counts) here.counted[piece.chunk] = {by, piece.tiles};
     if (gathers) rows_arrive(by, piece.chunk);
@@ -367,26 +344,21 @@ void Simulation::take(Here& here, const Gemm& step, Span& span) {
   }
   for (const Move& move : step.moves) {
     if (step.sends_messages) break;
-    const Node by = node(here, "moves");
-    graph_.edge(span.first, by);
-    graph_.edge(by, end);
+    const Node by = node_within(span, here, "moves");
     rows_arrive(by, move.arrival);
-    moves(by, place(here, move.from, move.bytes, by), place(here, move.to, move.bytes, by),
-          move.bytes);
+    moves(by, here, move.from, move.to, move.bytes);
   }
   if (step.arriving) collect(here, step, span);
   if (step.ends_call) {
     // Numbers of a call must be sent before it is counted, those of this rank too.
     if (step.awaits_chunks) {
-      const Node seen = node(here, "has seen its own signal");
-      graph_.edge(span.first, seen);
-      graph_.edge(seen, end);
+      const Node seen = node_within(span, here, "has seen its own signal");
       await_arrival({span.first, seen}, here, here.rank, here.list->chunks - 1);
     }
     ends_call(end, here);
   }
   const bool waits = step.awaits_chunks || step.announces || step.sends_messages;
-  holds(here, span.first, end, step.ctas, here.plan->cluster_m, waits);
+  holds(here, span, step.ctas, here.plan->cluster_m, waits);
 }
 
 }  // namespace overlap::steps

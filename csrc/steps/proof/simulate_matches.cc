@@ -23,9 +23,8 @@ void Simulation::match_arrivals() {
       if (first == nullptr && signal.step >= wait.step) first = &signal;
     }
     if (first == nullptr) {
-      fail(Fault::Kind::kDeadlock, says(wait.node) + " waits for step " +
-                                       std::to_string(wait.step) + " of rank " +
-                                       std::to_string(wait.writer) + ", which does not signal it");
+      fail(Fault::Kind::kDeadlock, says(wait.node), " waits for step ", wait.step, " of rank ",
+           wait.writer, ", which does not signal it");
     }
     if (in_order) graph_.edge(first->node, wait.node);
   }
@@ -45,12 +44,18 @@ void Simulation::match_tiles() {
         there = std::max(there, signal.end);
       }
       if (there < wait.end) {
-        fail(Fault::Kind::kDeadlock, says(wait.node) + " waits for the flags of tiles " +
-                                         std::to_string(there) + " to " + std::to_string(wait.end) +
-                                         ", which no rank sets");
+        fail(Fault::Kind::kDeadlock, says(wait.node), " waits for the flags of tiles ", there,
+             " to ", wait.end, ", which no rank sets");
       }
     }
   }
+}
+
+Graph::Node Simulation::hub() {
+  Here nobody;
+  nobody.turn = call_;
+  nobody.id = -1;
+  return node(nobody, "NCCL");
 }
 
 void Simulation::match_collectives() {
@@ -58,32 +63,26 @@ void Simulation::match_collectives() {
     size_t most = 0;
     for (const auto& of_rank : calls) most = std::max(most, of_rank.size());
     for (size_t i = 0; i < most; ++i) {
-      Here nobody;
-      nobody.turn = call_;
-      nobody.id = -1;
-      const Node hub = node(nobody, "NCCL");
-      std::map<int32_t, CommunicatorCall> together;
+      const Node hub = this->hub();
+      std::vector<CommunicatorCall> together;
       for (int32_t rank = 0; rank < ranks_; ++rank) {
         if (at(rank) >= calls.size() || i >= calls[at(rank)].size()) {
-          fail(Fault::Kind::kDeadlock, says(call_, rank, -1) + ": call " + std::to_string(i) +
-                                           " of the communicator of " +
-                                           std::to_string(communicator.first) + " CTAs, lane " +
-                                           std::to_string(communicator.second) +
-                                           ", is made by other ranks, not by this one");
+          fail(Fault::Kind::kDeadlock, says(call_, rank, -1), ": call ", i,
+               " of the communicator of ", communicator.first, " CTAs, lane ", communicator.second,
+               ", is made by other ranks, not by this one");
         }
         const CommunicatorCall& one = calls[at(rank)][i];
         const Collective& first = *calls[0][i].step;
         if (one.step->kind != first.kind || one.step->count != first.count) {
-          fail(Fault::Kind::kDisagreement, says(one.first) + " is " + plan::name(one.step->kind) +
-                                               " of " + std::to_string(one.step->count) +
-                                               " elements, and rank 0's " + plan::name(first.kind) +
-                                               " of " + std::to_string(first.count));
+          fail(Fault::Kind::kDisagreement, says(one.first), " is ", plan::name(one.step->kind),
+               " of ", one.step->count, " elements, and rank 0's ", plan::name(first.kind), " of ",
+               first.count);
         }
         graph_.edge(one.first, hub);
         graph_.edge(hub, one.last);
-        together[rank] = one;
+        together.push_back(one);
       }
-      share(hub, together, turns_[at(call_)], call_);
+      share(hub, together);
     }
   }
 }
@@ -92,46 +91,29 @@ void Simulation::match_messages() {
   for (const auto& [pair, receives] : receives_) {
     const std::vector<MessageCall>& sends = sends_[pair];
     if (sends.size() < receives.size()) {
-      fail(Fault::Kind::kDeadlock, says(receives[sends.size()].first) + " waits for message " +
-                                       std::to_string(sends.size()) + " of rank " +
-                                       std::to_string(pair[0]) + ", which it does not send");
+      fail(Fault::Kind::kDeadlock, says(receives[sends.size()].first), " waits for message ",
+           sends.size(), " of rank ", pair[0], ", which it does not send");
     }
   }
   for (const auto& [pair, sends] : sends_) {
     const std::vector<MessageCall>& receives = receives_[pair];
     for (size_t i = 0; i < sends.size(); ++i) {
       if (i >= receives.size()) {
-        fail(Fault::Kind::kDeadlock, says(sends[i].first) + " sends rank " +
-                                         std::to_string(pair[1]) +
-                                         " a message that it does not receive");
+        fail(Fault::Kind::kDeadlock, says(sends[i].first), " sends rank ", pair[1],
+             " a message that it does not receive");
       }
       const MessageCall& from = sends[i];
       const MessageCall& to = receives[i];
-      if (from.message.bytes != to.message.bytes) {
-        fail(Fault::Kind::kDisagreement,
-             says(to.first) + " receives " + std::to_string(to.message.bytes) + " bytes of rank " +
-                 std::to_string(pair[0]) + ", which sends " + std::to_string(from.message.bytes));
+      if (from.bytes != to.bytes) {
+        fail(Fault::Kind::kDisagreement, says(to.first), " receives ", to.bytes, " bytes of rank ",
+             pair[0], ", which sends ", from.bytes);
       }
-      Here nobody;
-      nobody.turn = call_;
-      nobody.id = -1;
-      const Node hub = node(nobody, "NCCL");
+      const Node hub = this->hub();
       for (const MessageCall* one : {&from, &to}) {
         graph_.edge(one->first, hub);
         graph_.edge(hub, one->last);
       }
-      Here sender;
-      sender.rank = from.rank;
-      sender.call = &turns_[at(call_)];
-      Here receiver = sender;
-      receiver.rank = to.rank;
-      const Key source = key(sender, from.message.where);
-      const Key target = key(receiver, to.message.where);
-      const Message sent = from.message;
-      const Message received = to.message;
-      effect(hub, [=, this] {
-        copy(source, sent.where.offset, target, received.where.offset, sent.bytes, hub);
-      });
+      effect(hub, [=, this] { copy(from.where, to.where, from.bytes, hub); });
     }
   }
 }
@@ -143,9 +125,8 @@ void Simulation::match_meetings(const std::vector<Here>& all) {
       const bool same = peer.meeting && std::string(peer.meeting->kind) == here.meeting->kind &&
                         peer.meeting->announces.size() == here.meeting->announces.size();
       if (!same) {
-        fail(Fault::Kind::kDeadlock, says(here.meeting->awaits[0]) + " meets rank " +
-                                         std::to_string(peer.rank) +
-                                         ", which does not come to such a " + here.meeting->kind);
+        fail(Fault::Kind::kDeadlock, says(here.meeting->awaits[0]), " meets rank ", peer.rank,
+             ", which does not come to such a ", here.meeting->kind);
       }
       for (size_t i = 0; i < here.meeting->awaits.size(); ++i) {
         graph_.edge(peer.meeting->announces[i], here.meeting->awaits[i]);

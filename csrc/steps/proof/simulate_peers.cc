@@ -36,7 +36,7 @@ void Simulation::take(Here& here, const WaitForSlots&, Span& span) {
   if (!here.call->slots_may_be_busy) return;
   end_of(here, span, "has seen that the slots are free");
   await_slots(span, here);
-  holds(here, span.first, span.last, 1, 1, true, true);
+  holds(here, span, 1, 1, true, true);
 }
 
 void Simulation::await_arrival(const Span& span, const Here& here, int32_t writer, int32_t step) {
@@ -48,7 +48,7 @@ void Simulation::await_arrival(const Span& span, const Here& here, int32_t write
 void Simulation::take(Here& here, const WaitForPeers& step, Span& span) {
   end_of(here, span, "has seen the peers");
   for (const int32_t peer : peers_of(here)) await_arrival(span, here, peer, step.step);
-  holds(here, span.first, span.last, 1, 1, true, true);
+  holds(here, span, 1, 1, true, true);
 }
 
 void Simulation::take(Here& here, const Signal& step, Span& span) {
@@ -59,12 +59,12 @@ void Simulation::take(Here& here, const Signal& step, Span& span) {
   for (const int32_t peer : reached) {
     use_flag(span, peer, kArrivedFlag, here.rank * 2 + here.call->slot, 0, 1, true);
   }
-  holds(here, span.first, span.first, 1, 1, false, true);
+  holds(here, span, 1, 1, false, true);
 }
 
 void Simulation::take(Here& here, const EndCall&, Span& span) {
   ends_call(span.first, here);
-  holds(here, span.first, span.first, 1, 1, false, true);
+  holds(here, span, 1, 1, false, true);
 }
 
 int64_t Simulation::part_tiles(const Here& here) const {
@@ -94,7 +94,7 @@ void Simulation::take(Here& here, const MeetTiles& step, Span& span) {
   if (step.awaits) {
     await_tiles(span, here, step.first_awaited, step.first_awaited + step.tiles);
   }
-  holds(here, span.first, span.last, 1, 1, step.awaits, true);
+  holds(here, span, 1, 1, step.awaits, true);
 }
 
 // --- a program's transfers ---
@@ -104,14 +104,14 @@ void Simulation::take(Here& here, const Announce& step, Span& span) {
   tile_signals_[at(step.peer)].push_back({step.flag, end, span.last});
   reads_calls(span, here);
   use_flag({span.last, span.last}, step.peer, kTileFlags, here.call->slot, step.flag, end, true);
-  holds(here, span.first, span.first, 1, 1, false, true);
+  holds(here, span, 1, 1, false, true);
 }
 
 void Simulation::take(Here& here, const Await& step, Span& span) {
   end_of(here, span, "has seen its transfer");
   reads_calls(span, here);
   await_tiles(span, here, step.flag, step.flag + 1);
-  holds(here, span.first, span.last, 1, 1, true, true);
+  holds(here, span, 1, 1, true, true);
 }
 
 // A step of a meeting: what this rank has done so far, and that all peers have done as much.
@@ -135,9 +135,7 @@ void Simulation::await(Node node, Here& here, int32_t step) {
 }
 
 void Simulation::meet(Node first, Here& here, const char* kind) {
-  if (here.meeting) {
-    fail(Fault::Kind::kDeadlock, says(first) + " is a second meeting of one call");
-  }
+  if (here.meeting) fail(Fault::Kind::kDeadlock, says(first), " is a second meeting of one call");
   here.meeting = Meeting{kind, {}, {}};
 }
 
@@ -158,8 +156,7 @@ void Simulation::take(Here& here, const PeerCollective& step, Span& span) {
     const Piece& piece = step.pieces[at(peer)];
     const int64_t bytes = step.reduces ? piece.bytes : own_bytes;
     if (peer != here.rank) {
-      moves(sent, place(here, *piece.send, bytes, sent),
-            place(here, *piece.destination, bytes, sent), bytes);
+      moves(sent, here, *piece.send, *piece.destination, bytes);
     }
   }
   announce(sent, here, 0);
@@ -167,15 +164,14 @@ void Simulation::take(Here& here, const PeerCollective& step, Span& span) {
   if (step.reduces) reduce(here, step, span);
   if (step.gathers) gather(here, step, span);
   ends_call(then(here, span, "ends"), here);
-  holds(here, span.first, span.last, kPeerBlocks, 1, true);
+  holds(here, span, kPeerBlocks, 1, true);
 }
 
 // The own piece, into the output and, if it is gathered, to all.
 void Simulation::reduce(Here& here, const PeerCollective& step, Span& span) {
   const Node by = then(here, span, "reduces");
   const int64_t bytes = step.pieces[at(here.rank)].bytes;
-  Where to = step.output;
-  if (step.gathers) to.offset += here.rank * step.stride;
+  const Where to = step.output.behind(step.gathers ? here.rank * step.stride : 0);
   std::vector<Place> terms;
   std::vector<Place> targets = {place(here, to, bytes, by)};
   for (int32_t rank = 0; rank < ranks_; ++rank) {
@@ -197,10 +193,9 @@ void Simulation::gather(Here& here, const PeerCollective& step, Span& span) {
     const bool own = rank == here.rank;
     if (own && step.reduces) continue;
     const Where from = own ? step.own : step.reduces ? *piece.final_received : piece.received;
-    Where to = step.output;
-    to.offset += rank * step.stride;
+    const Where to = step.output.behind(rank * step.stride);
     if (from == to) continue;
-    moves(by, place(here, from, piece.bytes, by), place(here, to, piece.bytes, by), piece.bytes);
+    moves(by, here, from, to, piece.bytes);
   }
 }
 
@@ -212,9 +207,8 @@ void Simulation::take(Here& here, const LowLatency& step, Span& span) {
   const auto bytes_of = [&](int32_t rank) {
     return step.in_pieces ? begin_of(rank + 1) - begin_of(rank) : step.bytes;
   };
-  const auto part = [&](Where where, int32_t rank, Node by) {
-    where.offset += begin_of(rank);
-    return place(here, where, bytes_of(rank), by);
+  const auto part = [&](const Where& where, int32_t rank, Node by) {
+    return place(here, where.behind(begin_of(rank)), bytes_of(rank), by);
   };
   // The writer's place in the owner's memory: what is to be added, and after it sums.
   const auto buffer = [&](int32_t owner, int32_t writer, bool sums) {
@@ -247,37 +241,34 @@ void Simulation::take(Here& here, const LowLatency& step, Span& span) {
       moves(gathered, buffer(rank, peer, true), part(step.output, peer, gathered), bytes_of(peer));
     }
   }
-  holds(here, span.first, span.last, kPeerBlocks, 1, true);
+  holds(here, span, kPeerBlocks, 1, true);
 }
 
 void Simulation::take(Here& here, const PeerExchange& step, Span& span) {
   meet(span.first, here, "peer_exchange");
-  const auto moves_bytes = [&](Node by, const Where& from, const Where& to, int64_t bytes) {
-    moves(by, place(here, from, bytes, by), place(here, to, bytes, by), bytes);
-  };
   const Node sent = then(here, span, "sends");
   if (step.sends) await_slots(span, here);
   for (int32_t peer = 0; peer < ranks_ && step.sends; ++peer) {
     const PeerMessages& messages = step.messages[at(peer)];
     if (peer != here.rank && messages.send_bytes > 0) {
-      moves_bytes(sent, *messages.send, *messages.destination, messages.send_bytes);
+      moves(sent, here, *messages.send, *messages.destination, messages.send_bytes);
     }
   }
   announce(sent, here, 0);
   const PeerMessages& own = step.messages[at(here.rank)];
   if (own.send_bytes > 0) {
-    moves_bytes(then(here, span, "copies its own rows"), *own.send, own.output, own.send_bytes);
+    moves(then(here, span, "copies its own rows"), here, *own.send, own.output, own.send_bytes);
   }
   await(then(here, span, "has met the peers"), here, 0);
   const Node received = then(here, span, "receives");
   for (int32_t peer = 0; peer < ranks_; ++peer) {
     const PeerMessages& messages = step.messages[at(peer)];
     if (peer != here.rank && messages.receive_bytes > 0) {
-      moves_bytes(received, *messages.received, messages.output, messages.receive_bytes);
+      moves(received, here, *messages.received, messages.output, messages.receive_bytes);
     }
   }
   ends_call(then(here, span, "ends"), here);
-  holds(here, span.first, span.last, kPeerBlocks, 1, true);
+  holds(here, span, kPeerBlocks, 1, true);
 }
 
 }  // namespace overlap::steps

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "plan/message.h"
 #include "steps/list/list.h"
 #include "steps/proof/contents.h"
 #include "steps/proof/graph.h"
@@ -94,6 +95,8 @@ class Simulation {
   struct Place {
     Key key = 0;
     int64_t offset = 0;
+
+    Place behind(int64_t bytes) const { return {key, offset + bytes}; }
   };
 
   // A step's share of a device's SMs.
@@ -130,12 +133,14 @@ class Simulation {
     Node first = 0;
     Node last = 0;
     const Collective* step = nullptr;
+    Place source;
+    Place destination;
   };
   struct MessageCall {
     Node first = 0;
     Node last = 0;
-    Message message;
-    int32_t rank = 0;
+    Place where;
+    int64_t bytes = 0;
   };
   // A collective or exchange in one kernel.
   struct Meeting {
@@ -173,18 +178,22 @@ class Simulation {
   void expand(int32_t turn);
   void expand_rank(Here& here);
   Node node(const Here& here, const char* note = "");
+  Node node_within(const Span& span, const Here& here, const char* note = "");
   void follow(Node& tail, Node next);  // an edge, and the new tail
   Node& tail(const Here& here, Lane lane);
-  void reads(Node first, Node last, const Here& here, const Where& where, int64_t bytes) {
-    use(first, last, here, where, bytes, false);
+  Place reads(const Span& span, const Here& here, const Where& where, int64_t bytes) {
+    return use(span, here, where, bytes, false);
   }
-  void writes(Node first, Node last, const Here& here, const Where& where, int64_t bytes) {
-    use(first, last, here, where, bytes, true);
+  Place writes(const Span& span, const Here& here, const Where& where, int64_t bytes) {
+    return use(span, here, where, bytes, true);
   }
-  void use(Node first, Node last, const Here& here, const Where& where, int64_t bytes, bool write);
+  Place use(const Span& span, const Here& here, const Where& where, int64_t bytes, bool write);
   Place place(const Here& here, const Where& where, int64_t bytes, Node by) const;
-  void touches(Node by, const Place& place, int64_t bytes, bool write);
+  void touches(const Span& span, const Place& place, int64_t bytes, bool write);
   void moves(Node by, const Place& from, const Place& to, int64_t bytes);
+  void moves(Node by, const Here& here, const Where& from, const Where& to, int64_t bytes) {
+    moves(by, place(here, from, bytes, by), place(here, to, bytes, by), bytes);
+  }
   void adds(Node by, const std::vector<Place>& terms, const std::vector<Place>& targets,
             int64_t bytes, bool bias);
   void use_flag(const Span& span, int32_t owner, Kind kind, int32_t index, int64_t begin,
@@ -195,8 +204,10 @@ class Simulation {
   Key key(const Here& here, const Where& where) const;
   Key key(int32_t rank, int32_t kind, int32_t index, int32_t stream = 0) const;
   void effect(Node node, std::function<void()> what);
-  void holds(const Here& here, Node first, Node last, int32_t held, int32_t needed, bool waits,
+  void holds(const Here& here, const Span& span, int32_t held, int32_t needed, bool waits,
              bool one_warp = false);
+  void holds_copy(const Here& here, const Span& span, const Where& source,
+                  const Where& destination);
   int64_t columns(const Here& here, int32_t weight) const;
   int64_t row_bytes(const Here& here, int32_t weight) const;
   int64_t input_row_bytes(const Here& here) const;
@@ -221,14 +232,10 @@ class Simulation {
                  int64_t row_bytes, bool adds);
   void move_by_indices(Node by, const Here& here, const CopyRows& step);
   // Numbers of kIndices, while contents are followed.
-  struct Indices {
-    Key key = 0;
-    int64_t offset = 0;
-  };
-  std::optional<Indices> indices(Node by, const Here& here, const std::optional<Where>& where,
-                                 int64_t count);
-  std::vector<int64_t> numbers(const Indices& at, int64_t count, int32_t turn, Node by) const;
-  int64_t counted(const std::optional<Indices>& count, int64_t most, int32_t turn, Node by) const;
+  std::optional<Place> indices(Node by, const Here& here, const std::optional<Where>& where,
+                               int64_t count);
+  std::vector<int64_t> numbers(const Place& from, int64_t count, int32_t turn, Node by) const;
+  int64_t counted(const std::optional<Place>& count, int64_t most, int32_t turn, Node by) const;
   void await_counter(const Here& here, const Span& span, int32_t counter, int32_t count);
   void announce_tiles(Node node, const Here& here, int32_t distance, int64_t begin, int64_t end);
   void await_tiles(const Span& span, const Here& here, int64_t begin, int64_t end);
@@ -244,6 +251,7 @@ class Simulation {
   int64_t part_tiles(const Here& here) const;
   void consume_results(Here& here);
 
+  Node hub();  // NCCL's work, once all are there
   void match_arrivals();
   void match_tiles();
   void match_collectives();
@@ -258,25 +266,31 @@ class Simulation {
   int32_t held_beside(const Holder& one, const std::vector<bool>& ended, std::string* who) const;
   void check_progress();
   void check_results();
-  void share(Node hub, const std::map<int32_t, CommunicatorCall>& calls, const Turn& turn,
-             int32_t number);
+  void share(Node hub, const std::vector<CommunicatorCall>& calls);
   std::string says(Node node) const;
   std::string says(int32_t turn, int32_t rank, StepId step) const;
   std::string name_of(Key key) const;
-  [[noreturn]] void fail(Fault::Kind kind, const std::string& what,
-                         const char* remedy = nullptr) const;
+  const char* remedy(Fault::Kind kind) const;
+  template <typename... Parts>
+  [[noreturn]] void fail(Fault::Kind kind, const Parts&... parts) const {
+    throw Found{{kind, plan::message(parts..., ": ", remedy(kind))}};
+  }
 
   // Contents.
-  std::vector<Run> read(Key key, int64_t begin, int64_t bytes, Node by) const;
+  std::vector<Run> read(const Place& from, int64_t bytes, Node by) const;
+  template <typename Runs>
+  void write(const Place& to, const Runs& runs) {
+    contents_[to.key].write(to.offset, runs);
+  }
   std::vector<Run> product(const std::vector<Run>& inputs, int64_t from_row_bytes,
                            int64_t to_row_bytes, int32_t weight, int32_t turn, Node by) const;
   // `commutes`: each term has been rounded, so that two make the same sum either way round.
   std::vector<Run> add(const std::vector<std::vector<Run>>& terms, bool by_library, Node by,
                        bool commutes = false);
   void add_bias(std::vector<Run>& runs, Node by) const;
-  void write_columns(Key to, int64_t offset, const TileRows& rows, int32_t columns,
+  void write_columns(const Place& to, const TileRows& rows, int32_t columns,
                      const std::vector<Run>& what, Node by);
-  void copy(Key from, int64_t from_offset, Key to, int64_t to_offset, int64_t bytes, Node by);
+  void copy(const Place& from, const Place& to, int64_t bytes, Node by);
   void expect(const Here& here, Node by);
   void expect_runs(const std::vector<Run>& runs, int64_t offset, Content::Space space,
                    int32_t weight, int64_t position, const std::set<int32_t>& ranks,
