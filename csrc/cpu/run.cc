@@ -67,7 +67,7 @@ class LocalSteps : public Memory {
 
   void perform(const steps::LibraryGemm& step, steps::StepId) {
     const bool all = step.weight == steps::LibraryGemm::kAllWeights;
-    const int64_t rows = counted(step.count, step.rows.end - step.rows.begin);
+    const int64_t rows = counted(step.count, step.rows.count());
     for (size_t i = 0; i < call_.weights.size(); ++i) {
       const auto weight = static_cast<int32_t>(i);
       if (!all && weight != step.weight) continue;

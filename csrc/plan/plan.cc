@@ -298,8 +298,7 @@ std::vector<int64_t> clique_rows(const Plan& plan) {
   const int64_t cliques = plan.problem.world_size / plan.clique;
   std::vector<int64_t> all;
   for (int32_t chunk = 0; chunk < static_cast<int32_t>(plan.chunks.size()); ++chunk) {
-    const Rows rows = chunk_rows(plan, chunk);
-    const int64_t height = rows.end - rows.begin;
+    const int64_t height = chunk_rows(plan, chunk).count();
     all.push_back(scatters ? cliques * height : round_up_div(height, plan.clique));
   }
   return all;
@@ -455,7 +454,7 @@ Extent chunk_extent(const Plan& plan, int32_t chunk) {
       return {parts * rows.begin * plan.problem.n, tile_rows * plan.tile_m * plan.problem.n};
     }
     const int64_t width = moved_columns(plan.problem);
-    return {parts * rows.begin * width, (rows.end - rows.begin) * width};
+    return {parts * rows.begin * width, rows.count() * width};
   }
   int32_t first_tile = 0;
   for (int32_t c = 0; c < chunk; ++c) first_tile += plan.chunks[c].tiles;

@@ -308,6 +308,9 @@ Extent chunk_extent(const Plan& plan, int32_t chunk);
 struct Rows {
   int64_t begin = 0;
   int64_t end = 0;
+
+  int64_t count() const { return end - begin; }
+  Rows behind(int64_t rows) const { return {rows + begin, rows + end}; }
 };
 Rows chunk_rows(const Plan& plan, int32_t chunk);
 

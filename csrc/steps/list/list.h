@@ -93,8 +93,8 @@ struct ChunkPlaces {
       const bool whole = plan.layout == plan::Layout::kRowMajor;
       rows.push_back(whole ? plan::chunk_rows(plan, chunk) : plan::Rows{});
       if (whole && matrix) {
-        extents.push_back({plan::row_parts(plan) * rows.back().begin * columns,
-                           (rows.back().end - rows.back().begin) * columns});
+        extents.push_back(
+            {plan::row_parts(plan) * rows.back().begin * columns, rows.back().count() * columns});
       } else {
         extents.push_back(plan::chunk_extent(plan, chunk));
       }
@@ -105,7 +105,8 @@ struct ChunkPlaces {
   std::vector<plan::Extent> extents;
 };
 
-// True if chunks in such places can be staged in a window; see windows_take.
+// True if chunks in such places can be staged in a window: NCCL's window kernels leave wrong elements in parts that begin
+// between multiples of 16 bytes (NCCL 2.28.9).
 bool windows_take(const plan::Plan& plan, const std::vector<plan::Extent>& extents);
 
 // Where the plan's chunks are staged.

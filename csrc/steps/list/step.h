@@ -440,13 +440,6 @@ StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machin
 // framework's GEMM takes its part for packed tiles; it computes whole rows chunk by chunk.
 bool takes_by_default(const plan::Plan& plan);
 
-// True if the plan's chunks can be staged in a window: NCCL's window kernels leave wrong elements
-// in parts that begin between multiples of 16 bytes (NCCL 2.28.9).
-bool windows_take(const plan::Plan& plan);
-
-// True if the plan's chunks are communicated in the output itself, without staging.
-bool communicates_in_place(const plan::Plan& plan);
-
 // Bytes of the longest message that a rank sends or receives in an all-to-all over peers, with what aligns it.
 int64_t longest_message(const plan::Plan& plan, int32_t rank, const std::vector<int64_t>& send_rows,
                         const std::vector<int64_t>& receive_rows);

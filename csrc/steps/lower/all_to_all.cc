@@ -89,10 +89,9 @@ class AllToAll : AllToAllSteps {
     list_.made.tiles.stores = Buffer::kProduct;
     std::vector<Claim> claims;
     for (int32_t peer = 0; peer < ranks_; ++peer) {
-      const int64_t first = rows_for(peer).begin;
       for (int32_t round = 0; round < rounds; ++round) {
-        const plan::Rows rows = piece(send_rows(peer), round);
-        claims.push_back({{first + rows.begin, first + rows.end}, peer == rank_ ? rounds : round});
+        const plan::Rows rows = piece(send_rows(peer), round).behind(rows_for(peer).begin);
+        claims.push_back({rows, peer == rank_ ? rounds : round});
       }
     }
     tiles.assign(send_begin_.back(), claims, true);
@@ -164,14 +163,12 @@ class AllToAll : AllToAllSteps {
   }
 
   void compute_piece(int32_t peer, int32_t number) {
-    const plan::Rows range = piece(send_rows(peer), number);
-    const int64_t first = rows_for(peer).begin;
-    compute({first + range.begin, first + range.end}, product_row(first + range.begin),
-            ranks_ == 2 ? machine_.sm_count : ctas_beside_);
+    const plan::Rows rows = piece(send_rows(peer), number).behind(rows_for(peer).begin);
+    compute(rows, product_row(rows.begin), ranks_ == 2 ? machine_.sm_count : ctas_beside_);
   }
 
   void compute(plan::Rows rows, Where destination, int32_t ctas) {
-    if (rows.begin == rows.end) return;
+    if (rows.count() == 0) return;
     if (variant_.compute == Compute::kKernel) {
       launch(rows, destination, ctas);
     } else {
@@ -207,15 +204,14 @@ class AllToAll : AllToAllSteps {
   void add_piece(std::vector<Message>& messages, int32_t peer, Where first, int64_t rows,
                  int32_t number) const {
     const plan::Rows range = piece(rows, number);
-    if (range.begin == range.end) return;
-    messages.push_back(
-        {peer, first.behind(range.begin * row_bytes_), (range.end - range.begin) * row_bytes_});
+    if (range.count() == 0) return;
+    messages.push_back({peer, first.behind(range.begin * row_bytes_), range.count() * row_bytes_});
   }
 
   // The rows that stay, computed where they belong: of two ranks some after what is communicated, on all SMs.
   void compute_own() {
     const plan::Rows rows = rows_for(rank_);
-    int64_t beside = rows.end - rows.begin;
+    int64_t beside = rows.count();
     if (ranks_ == 2 && variant_.compute == Compute::kKernel) {
       beside = rows_beside_exchange(plan_, machine_, rank_, variant_.send_rows,
                                     variant_.receive_rows, ctas_beside_);

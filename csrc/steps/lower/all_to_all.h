@@ -47,7 +47,7 @@ class AllToAllSteps : protected Family {
     gemm.rows = rows;
     gemm.input = input(rows.begin);
     gemm.outputs = {{destination}};
-    gemm.order = order_of(tile_rows(rows.end - rows.begin));
+    gemm.order = order_of(tile_rows(rows.count()));
     gemm.end_tile = list_.made.orders[at(gemm.order)].num_tiles();
     gemm.ctas = ctas;
     list_.add(Lane::kCaller, gemm);

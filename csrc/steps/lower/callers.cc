@@ -51,12 +51,6 @@ void CallersTiles::wait(Lane lane, int32_t chunk) {
   }
 }
 
-int64_t callers_rows(const plan::Plan& plan, const Variant& variant) {
-  int64_t rows = plan.problem.m;
-  for (const int64_t count : variant.send_rows) rows += count;
-  return rows;
-}
-
 void add_callers_kernel(const plan::Plan& plan, int64_t rows, List& list) {
   list.made.counters = 1;
   CallersTiles(plan, list).assign(rows, {}, true);

@@ -45,9 +45,6 @@ class CallersTiles {
   std::vector<std::set<int32_t>> needs_;  // of each chunk: whose counts it waits for
 };
 
-// Rows of the matrix that the kernel computes, or reads.
-int64_t callers_rows(const plan::Plan& plan, const Variant& variant);
-
 // A kernel that neither counts nor awaits, and all of whose tiles are of one chunk.
 void add_callers_kernel(const plan::Plan& plan, int64_t rows, List& list);
 

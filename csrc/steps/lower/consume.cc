@@ -30,7 +30,7 @@ struct GatherPlaces {
                peers ? rank : 0} {}
 
   plan::Rows rows(int32_t chunk) const { return chunk_places.rows[at(chunk)]; }
-  int64_t bytes(int32_t chunk) const { return (rows(chunk).end - rows(chunk).begin) * row_bytes; }
+  int64_t bytes(int32_t chunk) const { return rows(chunk).count() * row_bytes; }
 
   // The rows of a part of the chunk, where they are communicated.
   Where place(int32_t chunk, int32_t part) const {
@@ -52,7 +52,7 @@ struct GatherPlaces {
 
   // The rows of the output, or of the gathered input, that the chunk brings of a part.
   plan::Rows rows_of(int32_t chunk, int32_t part) const {
-    return {part * part_rows + rows(chunk).begin, part * part_rows + rows(chunk).end};
+    return rows(chunk).behind(part * part_rows);
   }
 
   // The rows to copy into the gathered input when the own rows are there (0), and after chunk

@@ -31,8 +31,7 @@ void HierarchicalReduction::prepare() {
 // --- rows ---
 
 int64_t HierarchicalReduction::height(int32_t chunk) const {
-  const plan::Rows rows = plan::chunk_rows(plan_, chunk);
-  return rows.end - rows.begin;
+  return plan::chunk_rows(plan_, chunk).count();
 }
 
 // Rows that one clique adds up of what a rank does.

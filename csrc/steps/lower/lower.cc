@@ -82,20 +82,12 @@ void number_events(StepList& list) {
   }
 }
 
-bool windows_take(const plan::Plan& plan) {
-  return windows_take(plan, ChunkPlaces(plan).extents);
-}
 bool windows_take(const plan::Plan& plan, const std::vector<plan::Extent>& extents) {
   constexpr int64_t kBytes = 16;
   const int64_t element = plan::moved_bytes(plan.problem);
   return std::all_of(extents.begin(), extents.end(), [&](const plan::Extent& extent) {
     return extent.offset * element % kBytes == 0 && extent.count * element % kBytes == 0;
   });
-}
-
-bool communicates_in_place(const plan::Plan& plan) {
-  return plan.problem.traits().all_reduces() && plan.layout == plan::Layout::kRowMajor &&
-         !plan.resources.window;
 }
 
 bool takes_by_default(const plan::Plan& plan) {
@@ -108,7 +100,7 @@ namespace {
 // On one rank the kernel is all that there is.
 StepList lower_alone(const plan::Plan& plan, const Variant& variant) {
   List list;
-  add_callers_kernel(plan, callers_rows(plan, variant), list);
+  add_callers_kernel(plan, plan.problem.m + offsets(variant.send_rows).back(), list);
   return std::move(list.made);
 }
 

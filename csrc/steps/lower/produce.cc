@@ -88,7 +88,8 @@ class Produce : Family {
   Buffer staging() const {
     const Buffer staging = staging_of(plan_, variant_, extents_);
     const bool in_output = callers_ && !packed_ && row_parts_ == 1 && staging != Buffer::kWindow;
-    return in_output || communicates_in_place(plan_) ? Buffer::kOutput : staging;
+    const bool in_place = all_reduces_ && !packed_ && !plan_.resources.window;
+    return in_output || in_place ? Buffer::kOutput : staging;
   }
 
   // Computes, or launches, before any chunk is complete.
@@ -200,7 +201,7 @@ class Produce : Family {
   }
 
   void finish(int32_t chunk, StepId communicated) {
-    const plan::Rows rows = rows_[at(chunk)];
+    const int64_t rows = rows_[at(chunk)].count();
     std::vector<StepId> after = {communicated};
     if (list_.made.steps[at(communicated)].lane == Lane::kCopy) after.clear();
     if (packed_) {
@@ -213,21 +214,18 @@ class Produce : Family {
       unpack.bias = variant_.bias;
       list_.add(Lane::kCopy, unpack, std::move(after));
     } else if (variant_.bias) {
-      list_.add(Lane::kCopy,
-                AddTerms{result(chunk), output(chunk), rows.end - rows.begin, finish_ctas_},
+      list_.add(Lane::kCopy, AddTerms{result(chunk), output(chunk), rows, finish_ctas_},
                 std::move(after));
     } else {
       // The copy engine, which takes no SM from GEMM and communication.
-      list_.add(Lane::kCopy,
-                Copy{result(chunk), output(chunk), (rows.end - rows.begin) * row_bytes_},
+      list_.add(Lane::kCopy, Copy{result(chunk), output(chunk), rows * row_bytes_},
                 std::move(after));
     }
   }
 
   // A chunk's rows of a part, in the product.
   plan::Rows rows_of(int32_t chunk, int32_t part) const {
-    const int64_t first = part * plan::part_rows(plan_);
-    return {first + rows_[at(chunk)].begin, first + rows_[at(chunk)].end};
+    return rows_[at(chunk)].behind(part * plan::part_rows(plan_));
   }
 
   // Where a chunk, or one part of it, lies in what is communicated.
@@ -244,8 +242,7 @@ class Produce : Family {
   // unless NCCL should take its window kernels, or the last tile is larger than what is left of the output.
   Where result(int32_t chunk) const {
     if (row_parts_ == 1) return place(chunk, 0);
-    const plan::Rows rows = rows_[at(chunk)];
-    const bool whole = extents_[at(chunk)].count == (rows.end - rows.begin) * plan_.problem.n;
+    const bool whole = extents_[at(chunk)].count == rows_[at(chunk)].count() * plan_.problem.n;
     return whole && buffer_ != Buffer::kWindow ? output(chunk) : place(chunk, rank_);
   }
 

@@ -23,7 +23,7 @@ class ProgramPlaces {
   }
   // Rows of a memory; an all-to-all's are shares of messages.
   plan::Rows rows_of(const plan::Region& region) const;
-  int64_t height(const plan::Region& region) const;
+  int64_t height(const plan::Region& region) const { return rows_of(region).count(); }
   int64_t width(const plan::Region& region) const { return region.area.columns * element_bytes; }
   int64_t bytes_of(const plan::Transfer& one) const {
     return height(own_side(one)) * width(own_side(one));

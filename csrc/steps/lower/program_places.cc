@@ -80,11 +80,6 @@ plan::Rows ProgramPlaces::rows_of(const plan::Region& region) const {
           begin[peer] + rows * (share + area.rows) / plan::kMessageShares};
 }
 
-int64_t ProgramPlaces::height(const plan::Region& region) const {
-  const plan::Rows rows = rows_of(region);
-  return rows.end - rows.begin;
-}
-
 Where ProgramPlaces::place(const plan::Region& region) const {
   const int64_t offset = rows_of(region).begin * row_bytes + region.area.column * element_bytes;
   switch (region.memory) {

@@ -45,8 +45,7 @@ class Ring : Family {
 
   // Rows of a part in bytes: the last one may be shorter, its place in slots is not.
   int64_t bytes_of(int32_t part) const {
-    const plan::Rows rows = plan::rows_of_part(plan_, part);
-    return (rows.end - rows.begin) * row_bytes_;
+    return plan::rows_of_part(plan_, part).count() * row_bytes_;
   }
 
   Where own_part() const { return {Buffer::kOutput, all_reduces_ ? rank_ * part_bytes_ : 0}; }
@@ -148,8 +147,7 @@ class Ring : Family {
       meet.announces = false;
       list_.add(Lane::kCaller, meet);
     }
-    const plan::Rows rows = plan::rows_of_part(plan_, rank_);
-    const int64_t count = rows.end - rows.begin;
+    const int64_t count = plan::rows_of_part(plan_, rank_).count();
     list_.add(Lane::kCaller,
               AddTerms{term(rank_, 0), own_part(), count, 0, ranks_, part_bytes_, false});
   }

@@ -78,8 +78,7 @@ class Stripes : Family {
     return {std::min(own.begin + rows.begin, own.end), std::min(own.begin + rows.end, own.end)};
   }
   int64_t bytes_of(plan::Rows rows, int32_t part) const {
-    const plan::Rows whole = rows_of(rows, part);
-    return (whole.end - whole.begin) * row_bytes_;
+    return rows_of(rows, part).count() * row_bytes_;
   }
 
   // Where rank `from`'s terms of these rows lie in rank `to`'s memory.
@@ -147,7 +146,7 @@ class Stripes : Family {
     }
     const plan::Rows all = rows_in_part(chunk);
     const int64_t pieces = pieces_of(all);
-    const int64_t step = (all.end - all.begin + pieces - 1) / pieces;
+    const int64_t step = (all.count() + pieces - 1) / pieces;
     for (int64_t begin = all.begin; begin < all.end; begin += step) {
       const plan::Rows rows = {begin, std::min(begin + step, all.end)};
       const StepId added = add_up(rows, std::exchange(after, {}));
@@ -159,16 +158,16 @@ class Stripes : Family {
     // Copy engines are slower below this.
     constexpr int64_t kBytes = 8 << 20;
     constexpr int64_t kMost = 8;
-    const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
+    const int64_t bytes = rows.count() * row_bytes_;
     return all_reduces_ && peers_ ? std::clamp<int64_t>(bytes / kBytes, 1, kMost) : 1;
   }
 
   StepId add_up(plan::Rows rows, std::vector<StepId> after) {
-    const plan::Rows own = rows_of(rows, rank_);
-    return list_.add(Lane::kSide1,
-                     AddTerms{term(rank_, 0, rows), output(rows, rank_), own.end - own.begin,
-                              plan_.resources.finish_ctas, ranks_, stride(), variant_.bias},
-                     std::move(after));
+    return list_.add(
+        Lane::kSide1,
+        AddTerms{term(rank_, 0, rows), output(rows, rank_), rows_of(rows, rank_).count(),
+                 plan_.resources.finish_ctas, ranks_, stride(), variant_.bias},
+        std::move(after));
   }
 
   // Sums to all ranks.

@@ -124,7 +124,7 @@ double store(Walk& w, int64_t tiles, double begin_us) {
 
 // One of an all-to-all's launches.
 double launch_apart(Walk& w, const Gemm& gemm, double begin_us) {
-  const int64_t rows = gemm.rows.end - gemm.rows.begin;
+  const int64_t rows = gemm.rows.count();
   const bool leaves = gemm.outputs[0].where.buffer == Buffer::kSlot;
   double us = launch_us(w.plan, w.machine, rows, gemm.ctas);
   if (w.peers)
@@ -185,7 +185,7 @@ double end_of(const Gemm& gemm, Walk& w, size_t id, double& begin_us) {
 }
 
 double end_of(const LibraryGemm& gemm, Walk& w, size_t id, double& begin_us) {
-  const int64_t rows = gemm.rows.end - gemm.rows.begin;
+  const int64_t rows = gemm.rows.count();
   const int64_t tiles = (rows + w.plan.tile_m - 1) / w.plan.tile_m * plan::tiles_n(w.plan);
   if (w.program) {
     return begin_us + w.computed(w.profile.gemm.start_us + rounds_of(tiles, w.sms) * w.tile_us);

@@ -23,7 +23,7 @@ constexpr int32_t kRowGroups = 4;
 // With map kSplit: the last part may have fewer rows than the others.
 int64_t rows_of_part(const Gemm& step, int32_t part) {
   const int64_t rows = step.map.part_rows;
-  return std::min(rows, step.rows.end - step.rows.begin - part * rows);
+  return std::min(rows, step.rows.count() - part * rows);
 }
 
 TileRows tile_rows(const plan::Plan& plan, const Gemm& step, const plan::TileOrder& order,
@@ -38,7 +38,7 @@ TileRows tile_rows(const plan::Plan& plan, const Gemm& step, const plan::TileOrd
   rows.tile_row = tile_row;
   switch (step.map.mode) {
     case Mode::kPlain: {
-      const int64_t all = step.rows.end - step.rows.begin;
+      const int64_t all = step.rows.count();
       rows.rows = std::clamp<int64_t>(all - place.input_row, 0, tile);
       rows.output_row = place.input_row;
       break;
@@ -66,7 +66,7 @@ TileRows tile_rows(const plan::Plan& plan, const Gemm& step, const plan::TileOrd
     }
     case Mode::kRanges: {
       const int32_t part = place.output_part;
-      const int64_t all = step.rows.end - step.rows.begin;
+      const int64_t all = step.rows.count();
       const int64_t end = part + 1 < order.parts ? step.map.range_begin[part + 1] : all;
       rows.rows = std::clamp<int64_t>(end - place.input_row, 0, tile);
       rows.output = part;
@@ -159,7 +159,7 @@ void Simulation::compute_packed(Node by, Here& here, const Gemm& step, const Gem
   const int64_t to_row = row_bytes(here, step.weight);
   const int64_t tile_bytes = int64_t{plan.tile_m} * plan.tile_n * plan::moved_bytes(plan.problem);
   const int64_t first = here.list->orders[at(step.order)].chunk_begin[piece.chunk];
-  const int64_t bytes = (step.rows.end - step.rows.begin) * from_row;
+  const int64_t bytes = step.rows.count() * from_row;
   const int64_t made_bytes = piece.tiles * tile_bytes;
   const Place from = reads({by, by}, here, step.input, bytes);
   const Place to =

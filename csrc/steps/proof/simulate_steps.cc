@@ -103,7 +103,7 @@ void Simulation::take(Here& here, const Arrive& step, Span& span) {
 
 void Simulation::take(Here& here, const LibraryGemm& step, Span& span) {
   const int64_t from_row = input_row_bytes(here);
-  const int64_t rows = step.rows.end - step.rows.begin;
+  const int64_t rows = step.rows.count();
   const Node by = span.first;
   const int32_t turn = here.turn;
   const Place from = reads(span, here, step.input, rows * from_row);
