@@ -143,6 +143,31 @@ Attributes:
                       }));
 }
 
+Problem problem_of(int64_t rows, int64_t columns, int64_t inner, const py::object& dtype,
+                   int32_t world_size, const py::object& op, const py::object& recipe,
+                   const py::object& output_dtype, bool fast_accum, const py::object& invariance) {
+  if (world_size < 1) {
+    plan::fail("problem has world_size = ", world_size,
+               ", allowed are 1 or more: take the process group's size");
+  }
+  Problem problem{member<Op>(op),
+                  rows,
+                  columns,
+                  inner,
+                  member<DType>(dtype),
+                  world_size,
+                  member<Recipe>(recipe),
+                  DType::kBFloat16,
+                  fast_accum,
+                  member<Invariance>(invariance)};
+  if (!output_dtype.is_none()) {
+    problem.output_dtype = member<DType>(output_dtype);
+  } else if (problem.recipe == Recipe::kNone) {
+    problem.output_dtype = problem.dtype;
+  }
+  return problem;
+}
+
 void bind_parts(py::module_& m) {
   py::class_<OpTraits>(m, "OpTraits", "The rows that an op moves before or after its GEMM.")
       .def_property_readonly("gathers", &OpTraits::gathers, "Rows of the input are gathered.")
@@ -156,36 +181,11 @@ void bind_parts(py::module_& m) {
 
   auto problem = bind_fields<Problem>(m);
   problem
-      .def(
-          py::init([](int64_t rows, int64_t columns, int64_t inner, const py::object& dtype,
-                      int32_t world_size, const py::object& op, const py::object& recipe,
-                      const py::object& output_dtype, bool fast_accum,
-                      const py::object& invariance) {
-            if (world_size < 1) {
-              throw std::invalid_argument("problem has world_size = " + std::to_string(world_size) +
-                                          ", allowed are 1 or more: take the process group's size");
-            }
-            Problem problem{member<Op>(op),
-                            rows,
-                            columns,
-                            inner,
-                            member<DType>(dtype),
-                            world_size,
-                            member<Recipe>(recipe),
-                            DType::kBFloat16,
-                            fast_accum,
-                            member<Invariance>(invariance)};
-            if (!output_dtype.is_none()) {
-              problem.output_dtype = member<DType>(output_dtype);
-            } else if (problem.recipe == Recipe::kNone) {
-              problem.output_dtype = problem.dtype;
-            }
-            return problem;
-          }),
-          py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype") = DType::kBFloat16,
-          py::arg("world_size") = 1, py::arg("op") = Op::kGemmAllReduce,
-          py::arg("recipe") = Recipe::kNone, py::arg("output_dtype") = py::none(),
-          py::arg("fast_accum") = false, py::arg("invariance") = Invariance::kNone)
+      .def(py::init(&problem_of), py::arg("m"), py::arg("n"), py::arg("k"),
+           py::arg("dtype") = DType::kBFloat16, py::arg("world_size") = 1,
+           py::arg("op") = Op::kGemmAllReduce, py::arg("recipe") = Recipe::kNone,
+           py::arg("output_dtype") = py::none(), py::arg("fast_accum") = false,
+           py::arg("invariance") = Invariance::kNone)
       .def_property_readonly(
           "row_parts", [](const Problem& p) { return plan::op_row_parts(p); },
           "Parts of the rows, one for each rank, that a chunk holds equal tile rows of; else 1.")
