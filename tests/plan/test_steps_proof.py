@@ -230,9 +230,20 @@ def comes_behind_all_chunks(change: Change) -> bool:
     )
 
 
+def is_empty(step: Steps) -> bool:
+    if step["step"] == "library_gemm":
+        return step["begin"] == step["end"]
+    return step.get({"copy": "bytes", "add_terms": "rows"}.get(step["step"])) == 0
+
+
 def announces_nothing(change: Change) -> bool:
     steps = [change.made["steps"][index] for index in change.step["after"]]
-    return bool(steps) and all(step["step"] == "copy" and step["bytes"] == 0 for step in steps)
+    return bool(steps) and all(map(is_empty, steps))
+
+
+def takes_nothing(change: Change) -> bool:
+    steps = [step for step in change.behind if step["lane"] == change.step["lane"]]
+    return bool(steps) and all(map(is_empty, steps))
 
 
 # Each change, why it may do no harm, and when.
@@ -257,8 +268,9 @@ HARMLESS: list[tuple[str, str, Callable[[Change], bool]]] = [
     (
         "wait_for_peers", "this rank has no rows of the chunk, whose terms it would add up",
         lambda change: (change.behind[0]["step"], change.behind[0].get("rows")) == ("add_terms", 0)),
-    ("copy without after", "it has no bytes, as this rank owns no rows of the chunk", lambda change: change.step["bytes"] == 0),
-    ("signal without after", "the copies that it announces have no bytes", announces_nothing),
+    ("", "the step has no rows", lambda change: is_empty(change.step)),
+    ("signal without after", "the copies or GEMMs that it announces have no rows", announces_nothing),
+    ("wait_for_peers left out", "the copies of what it waits for have no bytes", takes_nothing),
     ("gemm without rounds", "the same terms are added, one of them with more bits",
      lambda change: change.case.plan.collective == Collective.OWNERS),
     (
