@@ -424,7 +424,7 @@ def _one_gloo_worker() -> None:
     from torch.distributed import distributed_c10d
 
     class OneWorker(distributed_c10d.ProcessGroupGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
             options = self._Options()
             options._timeout, options._threads = timeout, 1
             interface = os.environ["GLOO_SOCKET_IFNAME"]
