@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Sequence
 
@@ -30,6 +31,13 @@ def checked_count(name: str, value: int) -> int:
             raise TypeError(f"{name} must be an integer, but it is a {kind}: {value!r}") from None
     if value < 0:
         raise ValueError(f"{name} must be 0 or more, but it is {value}")
+    return value
+
+
+def checked_number(name: str, value: float) -> float:
+    """The number; raises TypeError for anything else."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is a number, but it is a {type(value).__name__}: {value!r}")
     return value
 
 

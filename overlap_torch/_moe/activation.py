@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
+from overlap_torch._layers.sharding import checked_number
 from overlap_torch._moe.ops import define, library
 from overlap_torch._ops.composition import accumulated
 
@@ -59,12 +59,10 @@ class Gate:
     gated: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "limit", "offset"):
-            value = getattr(self, name)
-            if not isinstance(value, numbers.Real) and (name, value) != ("limit", None):
-                raise TypeError(
-                    f"{name} is a number, but it is a {type(value).__name__}: {value!r}"
-                )
+        checked_number("alpha", self.alpha)
+        checked_number("offset", self.offset)
+        if self.limit is not None:
+            checked_number("limit", self.limit)
         if not self.name or self.name not in _ACTIVATIONS or self.alpha == 0:
             raise ValueError(
                 f"an activation is one of {', '.join(filter(None, _ACTIVATIONS))}, with an alpha other than 0, but got "

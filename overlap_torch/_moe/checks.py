@@ -103,10 +103,12 @@ def check_way(sum_order: str, limits: tuple[int | None, int | None], transport: 
         raise ValueError(f'sum_order is "choices" or "ranks", but got {sum_order!r}')
     if transport not in (None, "peer", "nccl"):
         raise ValueError(f'transport is None, "peer" or "nccl", but got {transport!r}')
+    if limits == (None, None):
+        return
     for name, limit in zip(("max_tokens", "max_rows"), limits, strict=True):
         if limit is not None:
             checked_count(name, limit)
-    if limits != (None, None) and (None in limits or min(limits) < 1):
+    if None in limits or min(limits) < 1:
         raise ValueError(
             f"max_tokens and max_rows are given together, each at least 1, but got {limits[0]} and {limits[1]}"
         )

@@ -205,15 +205,7 @@ def allgather_gemm(
                 f"allgather_gemm: for a sequence of weights (here {len(weight)}) bias must be None or a sequence with a tensor "
                 f"[N] or None for each, but it is one tensor of shape {tuple(bias.shape)}; give a list, as bias.split(...) does"
             )
-        for name, each in (
-            ("bias", bias or []),
-            ("scale_weight", [] if unscaled else scale_weight),
-        ):
-            if not isinstance(each, Iterable):
-                raise TypeError(
-                    f"allgather_gemm: for a sequence of weights {name} must be a sequence, but it is a {type(each).__name__}"
-                )
-        bias = list(bias or [])
+        bias = _listed("bias", bias or [])
         if unscaled:
             return _op_weights.call(group, input, weight, bias, dim)
         if isinstance(scale_weight, torch.Tensor):
@@ -221,9 +213,20 @@ def allgather_gemm(
                 f"allgather_gemm: for a sequence of weights (here {len(weight)}) scale_weight must be a sequence with a tensor "
                 f"for each, but it is one tensor of shape {tuple(scale_weight.shape)}; give a list"
             )
-        op, scale_weight = _op_scaled_weights, list(scale_weight)
+        op, scale_weight = _op_scaled_weights, _listed("scale_weight", scale_weight)
     return op.call(
         group, input, weight, scale_input, scale_weight, bias,
         *scaled.numbers(scale_input, recipe_input, recipe_weight, output_dtype), use_fast_accum,
         shared_scale_input,
     )  # fmt: skip
+
+
+def _listed(name: str, given: Iterable) -> list:
+    """A list of one for each of several weights."""
+    try:
+        return list(given)
+    except TypeError:
+        kind = type(given).__name__
+        raise TypeError(
+            f"allgather_gemm: for a sequence of weights {name} must be a sequence, but it is a {kind}"
+        ) from None

@@ -291,7 +291,6 @@ _PLAIN_WORDS = {  # of those kinds of steps for which their own numbers are enou
     "wait_for_peers": "wait for the peers' chunk {number}",
     "announce": "tell rank {peer} that it is there",
     "await": "wait for what rank {peer} sends",
-    "count": "count {count} in counter {counter}",
 }
 
 

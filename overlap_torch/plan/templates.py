@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -83,9 +84,7 @@ def row_panels(
     whole_clusters = problem.traits.gathers or owned
     grain = shape.cluster_m // (1 if whole_clusters else math.gcd(shape.cluster_m, parts))
     rows = _tiles(-(-problem.m // parts), shape.tile_m, grain)
-    heights = (
-        _split(rows, chunks, grain, "tile rows") if hasattr(chunks, "__index__") else list(chunks)
-    )
+    heights = _sizes(chunks, rows, grain, "tile rows")
     if band_rows is None:
         band_rows = max(shape.cluster_m, min([BAND_ROWS, *(parts * height for height in heights)]))
         band_rows -= band_rows % shape.cluster_m
@@ -160,7 +159,7 @@ def packed(
     shape = _shape(kernel, transport, tile)
     rows = _tiles(problem.m, shape.tile_m, shape.cluster_m)
     tiles = rows * _tiles(problem.n, shape.tile_n)
-    sizes = _split(tiles, chunks, 1, "tiles") if hasattr(chunks, "__index__") else list(chunks)
+    sizes = _sizes(chunks, tiles, 1, "tiles")
     if band_rows is None:
         band_rows = max(shape.cluster_m, min(BAND_ROWS, rows))
     plan = _plan.make_packed(problem, kernel, sizes, band_rows, room, max_ctas, transport, shape)
@@ -280,8 +279,11 @@ def _tiles(size: int, tile: int, cluster: int = 1) -> int:
     return -(-size // (tile * cluster)) * cluster
 
 
-def _split(total: int, parts: int, grain: int, unit: str) -> list[int]:
-    """Divides ``total`` into ``parts`` multiples of ``grain`` that differ by at most one grain."""
+def _sizes(chunks: int | Sequence[int], total: int, grain: int, unit: str) -> list[int]:
+    """The chunks' sizes. A number of chunks divides ``total`` into multiples of ``grain`` that differ by at most one grain."""
+    if isinstance(chunks, Iterable):
+        return list(chunks)
+    parts = operator.index(chunks)
     grains = total // grain
     if not 1 <= parts <= grains:
         raise ValueError(

@@ -296,3 +296,12 @@ def test_plan_direct_is_one_chunk_without_fault(case: tuple[Problem, Kernel]) ->
     assert Case(plan, PEERS, (True,) * problem.world_size).fault() == ""
     if gathers and kernel != Kernel.LIBRARY:  # one chunk of the plan in phases
         assert plan == plans.templates.row_panels(problem, 1, kernel=kernel, transport="peer")
+
+
+@pytest.mark.parametrize("make", [row_panels, packed])
+def test_templates_take_numpys_numbers_and_arrays_of_sizes(make):
+    numpy = pytest.importorskip("numpy")
+    problem = Problem(1024, 512, 64, world_size=2)
+    two = make(problem, numpy.int64(2), transport="gloo")
+    assert len(two.chunks) == 2
+    assert two == make(problem, numpy.array([2, 2]), transport="gloo")
