@@ -98,12 +98,14 @@ class FunctionKernel(AttentionKernel):
 class BuiltInKernel(AttentionKernel):
     """A kernel whose saved things are ``keeps`` tensors; ``widths_fit``: whether it takes sizes of heads."""
 
-    keeps, scales_mask = 1, False  # the mask's -inf is multiplied by the scale
+    keeps = 1
+    scales_mask = False  # a mask's -inf is multiplied by the scale
+    pads_keys = False  # a mask hides the end of the last block of keys
 
     def refused(self, work, dtype):
-        masks = work.causal or work.window is not None
+        masks = self.pads_keys or work.causal or work.window is not None
         if self.scales_mask and masks and work.scale <= 0:
-            return "a mask with a scale that is not above 0"
+            return f"{'' if self.pads_keys else 'a mask with '}a scale that is not above 0"
         return super().refused(work, dtype)
 
     def widths_fit(self, width: int, value_width: int) -> bool:
@@ -114,7 +116,7 @@ class _Flash(BuiltInKernel):
     """PyTorch's flash attention, and what ``activate_flash_attention_impl`` puts there; documents are its ragged form."""
 
     name, windows, documents, dtypes, keeps = "flash", True, True, _HALF, 3
-    scales_mask = True
+    scales_mask = pads_keys = True
 
     def widths_fit(self, width, value_width):
         return width == value_width and width % 8 == 0 and width <= 256
@@ -155,6 +157,7 @@ class _Cudnn(BuiltInKernel):
     """cuDNN's, the fastest in PyTorch on Hopper; its causal mask is aligned at the upper left."""
 
     name, lower_right, dtypes, keeps = "cudnn", False, _HALF, 3
+    scales_mask = pads_keys = True
 
     def refused(self, work, dtype):
         one_key = work.keys[1] - work.keys[0] == 1

@@ -108,6 +108,19 @@ def test_attention_chooses_head_parts(heads, world, total, cut, causal, backward
     assert choose_parts(problem, kernel, form, backward) == parts
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_attention_has_no_kernel_of_cuda_for_scales_that_are_not_above_0(causal, scale):
+    """Those multiply the -inf of hidden and missing keys by the scale."""
+    from overlap_torch._attention.kernels import calls_of
+
+    problem = Problem((7, 7), False, 4, 4, None, 0 if causal else None, (), 1)
+    form = Form(1, torch.bfloat16, 64, 64)
+    for kernels in ("cudnn or flash", "flash or masked"):
+        calls = calls_of(share_of(problem, 1), BUILT_IN[kernels], form, scale)
+        assert {kernel.name for kernel, *_ in calls} == {"masked"}
+
+
 def test_attention_calls_several_documents_at_once_where_a_kernel_takes_them():
     """Flash attention on a zigzag's two runs: the ends of each document's queries and keys."""
     from overlap_torch._attention.kernels import calls_of
