@@ -111,7 +111,7 @@ def test_attention_chooses_head_parts(heads, world, total, cut, causal, backward
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [0.0, -0.5])
 def test_attention_has_no_kernel_of_cuda_for_scales_that_are_not_above_0(causal, scale):
-    """Those multiply the -inf of hidden and missing keys by the scale."""
+    """Kernels of CUDA multiply the -inf of hidden and missing keys by the scale."""
     from overlap_torch._attention.kernels import calls_of
 
     problem = Problem((7, 7), False, 4, 4, None, 0 if causal else None, (), 1)

@@ -157,7 +157,7 @@ def check_products(failures: Failures) -> None:
     offs = torch.tensor(COUNTS, device="cuda").cumsum(0).to(torch.int32)
     ends = [0, *offs.tolist()]
     for dtype, inner, width in itertools.product(
-        (torch.bfloat16, torch.float16), (64, 72, 520), (8, 264, 1016)
+        (torch.bfloat16, torch.float16), (64, 72, 376, 520), (8, 264, 1016)
     ):
         rows = draw(ends[-1] + ROOM, inner, dtype=dtype)
         rows[ends[-1] :] = float("nan")

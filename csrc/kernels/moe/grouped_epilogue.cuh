@@ -8,11 +8,33 @@
 
 namespace overlap::kernels {
 
-constexpr int kTile = 128;  // rows, and columns before a gate
+constexpr int kLine = 128;  // bytes of k of a stage, which the swizzle repeats
+constexpr int kTile = 128;  // rows, and columns
 constexpr int kHalf = kTile / 2;
-constexpr int kWarpRows = 16;  // of a warp's sums at a time
-// Bytes of a staged row: no two rows of a store meet in a bank.
-constexpr int kPitch = kTile * 2 + 16;
+constexpr int kWideTile = 192;  // columns
+constexpr int kWarpRows = 16;   // of a warp's sums at a time
+
+// One kernel's product. A tile has kWidth columns; a gate makes half as many of them.
+template <class Operand, GroupedForm kForm_, bool kTurned, int kWidth_ = kTile, bool kBlocks_ = false>
+struct Product {
+  using T = Operand;
+  static constexpr bool kScaled = std::is_same_v<T, __nv_fp8_e4m3>;
+  using Result = std::conditional_t<kScaled, __nv_bfloat16, T>;
+  static constexpr GroupedForm kForm = kForm_;
+  static constexpr bool kWeights = kForm == GroupedForm::kWeights;
+  static constexpr bool kGated = kForm == GroupedForm::kGate;
+  static constexpr bool kBlocks = kBlocks_;
+  static constexpr bool kTurnedA = kWeights;
+  static constexpr bool kTurnedB = kTurned || kWeights;
+  static constexpr int kK = kLine / static_cast<int>(sizeof(T));  // numbers of k of a stage
+  static constexpr int kWidth = kWidth_;
+  static constexpr bool kWide = kWidth == kWideTile;
+  static_assert(!kWide || kWeights);
+  static constexpr int kColumns = kGated ? kWidth / 2 : kWidth;  // of the output
+  static constexpr int kSums = kWidth / 2;                       // a thread's, of 64 rows
+  // Bytes of a staged row: no two rows of a store meet in a bank.
+  static constexpr int kPitch = kWidth * 2 + 16;
+};
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -25,28 +47,19 @@ struct WarpRows {
 };
 
 // Sums 4j and 4j + 1 are of row lane / 4 and columns 8j + lane % 4 * 2 and the next, 4j + 2 and 4j + 3 of eight rows further.
-template <class T>
-__device__ __forceinline__ void stage(const float (&sums)[kMmaSums], char* staged) {
+template <class P>
+__device__ __forceinline__ void stage(const float (&sums)[P::kSums], char* staged) {
+  using T = typename P::Result;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   __syncwarp();  // nobody reads what was staged before
 #pragma unroll
-  for (int j = 0; j < kTile / 8; ++j) {
-    char* const to = staged + lane / 4 * kPitch + (8 * j + lane % 4 * 2) * 2;
+  for (int j = 0; j < P::kWidth / 8; ++j) {
+    char* const to = staged + lane / 4 * P::kPitch + (8 * j + lane % 4 * 2) * 2;
     *reinterpret_cast<uint32_t*>(to) = round_pair<T>(sums[4 * j], sums[4 * j + 1]);
-    *reinterpret_cast<uint32_t*>(to + 8 * kPitch) = round_pair<T>(sums[4 * j + 2], sums[4 * j + 3]);
+    *reinterpret_cast<uint32_t*>(to + 8 * P::kPitch) = round_pair<T>(sums[4 * j + 2], sums[4 * j + 3]);
   }
   __syncwarp();
 }
-
-// The type of results of operands.
-template <class T>
-struct Result {
-  using type = T;
-};
-template <>
-struct Result<__nv_fp8_e4m3> {
-  using type = __nv_bfloat16;
-};
 
 template <class T>
 using Part = Access<T, 8>;
@@ -86,8 +99,7 @@ struct Columns {
   }
 };
 
-// kScales: sums are multiplied by the scales of their rows and columns.
-template <class Operand, GroupedForm kForm, bool kScales>
+template <class P>
 class Epilogue {
  public:
   // A tile's columns of the weight begin at tile * step; their second half begins `second` further.
@@ -98,10 +110,11 @@ class Epilogue {
         staged_(staged),
         lane_(static_cast<int>(threadIdx.x) % 32) {}
 
-  __device__ void store(float (&sums)[kMmaSums], const WarpRows& rows) {
+  __device__ void store(float (&sums)[P::kSums], const WarpRows& rows) {
     if (rows.count <= 0) return;
-    if constexpr (kScales) scale(sums, rows);
-    stage<T>(sums, staged_);
+    if constexpr (P::kWide) return store_runs(sums, rows);
+    if constexpr (P::kScaled && !P::kBlocks) scale(sums, rows);
+    stage<P>(sums, staged_);
     const int part = lane_ % kParts;
     const int64_t column = int64_t{rows.tile} * kColumns + part * 8;
     const bool inside = column < params_.gate.width;
@@ -129,14 +142,29 @@ class Epilogue {
   }
 
  private:
-  using T = typename Result<Operand>::type;
-  static constexpr bool kGated = kForm == GroupedForm::kGate;
-  static constexpr int kColumns = kGated ? kHalf : kTile;  // of the output
+  using T = typename P::Result;
+  static constexpr GroupedForm kForm = P::kForm;
+  static constexpr bool kGated = P::kGated;
+  static constexpr int kColumns = P::kColumns;
   static constexpr int kParts = kColumns / 8;
   static constexpr int kRows = 32 / kParts;  // that the warp takes up at a time
 
+  // Each row is a run, which the warp does not wait for: loads of a wide tile leave the time to store it.
+  __device__ void store_runs(const float (&sums)[P::kSums], const WarpRows& rows) const {
+    await_stores_read();
+    stage<P>(sums, staged_);
+    show_async();
+    __syncwarp();
+    const int64_t column = int64_t{rows.tile} * kColumns;
+    const auto columns = static_cast<int>(min(int64_t{kColumns}, params_.gate.width - column));
+    if (lane_ < rows.count && columns > 0) {
+      store_run(places(rows).here + column * 2, staged_ + lane_ * P::kPitch, columns * 2);
+    }
+    commit_stores();
+  }
+
   // Sums become products with the scales of their rows, then of their columns; stage() says which a lane has.
-  __device__ void scale(float (&sums)[kMmaSums], const WarpRows& rows) const {
+  __device__ void scale(float (&sums)[P::kSums], const WarpRows& rows) const {
     float of_row[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -169,7 +197,7 @@ class Epilogue {
   }
 
   __device__ const Part<T>& staged(int row, int part) const {
-    return *reinterpret_cast<const Part<T>*>(staged_ + row * kPitch + part * 16);
+    return *reinterpret_cast<const Part<T>*>(staged_ + row * P::kPitch + part * 16);
   }
 
   __device__ Part<T> gate(int staged_row, int part, int64_t row, int64_t column,

@@ -11,8 +11,6 @@
 
 namespace overlap::kernels {
 
-constexpr int kMmaSums = 64;  // a thread's, of 64 rows and 128 columns
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -70,6 +68,21 @@ __device__ __forceinline__ void load_box_for_both(const CUtensorMap& map, char* 
       "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "h"(static_cast<uint16_t>(3))
       : "memory");
 }
+// Stores a run of multiples of 16 bytes, after this thread's other ones; its source can be written after await_stores_read().
+__device__ __forceinline__ void store_run(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void await_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void await_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 // Four bytes, on their own; and their arrival, with those that this thread began before.
 __device__ __forceinline__ void copy_number(float* to, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
@@ -94,8 +107,8 @@ __device__ __forceinline__ uint64_t operand(const char* pointer, uint64_t bytes 
   const uint64_t address = (shared_address(pointer) & 0x3ffff) >> 4;
   return address | bytes >> 4 << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
-// This thread's stores in shared memory come before products that read it.
-__device__ __forceinline__ void show_mma() {
+// This thread's stores in shared memory come before products and stores of runs that read it.
+__device__ __forceinline__ void show_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 __device__ __forceinline__ void begin_mma() {
@@ -110,40 +123,66 @@ __device__ __forceinline__ void await_mma() {
 }
 
 // Nothing reads the sums before this point.
-__device__ __forceinline__ void hold(float (&sums)[kMmaSums]) {
+template <int kSums>
+__device__ __forceinline__ void hold(float (&sums)[kSums]) {
 #pragma unroll
-  for (int i = 0; i < kMmaSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
 #define OVERLAP_SUMS4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define OVERLAP_SUMS16(d, i) \
-  OVERLAP_SUMS4(d, i), OVERLAP_SUMS4(d, i + 4), OVERLAP_SUMS4(d, i + 8), OVERLAP_SUMS4(d, i + 12)
-#define OVERLAP_MMA(k, type, turned)                                                              \
-  asm volatile(                                                                                   \
-      "{ .reg .pred adds; setp.ne.b32 adds, %66, 0;\n"                                            \
-      "wgmma.mma_async.sync.aligned.m64n128" k ".f32." type "." type                              \
-      " "                                                                                         \
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                   \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "          \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "          \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "         \
-      "%64, %65, adds, 1, 1" turned "; }"                                                         \
-      : OVERLAP_SUMS16(d, 0), OVERLAP_SUMS16(d, 16), OVERLAP_SUMS16(d, 32), OVERLAP_SUMS16(d, 48) \
-      : "l"(a), "l"(b), "r"(adds), "n"(kTurnedA), "n"(kTurnedB))
+#define OVERLAP_SUMS32(d, i)                                                                     \
+  OVERLAP_SUMS4(d, i), OVERLAP_SUMS4(d, i + 4), OVERLAP_SUMS4(d, i + 8),                         \
+      OVERLAP_SUMS4(d, i + 12), OVERLAP_SUMS4(d, i + 16), OVERLAP_SUMS4(d, i + 20),              \
+      OVERLAP_SUMS4(d, i + 24), OVERLAP_SUMS4(d, i + 28)
+// The first 64 operands, and 32 more.
+#define OVERLAP_FIRST64 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define OVERLAP_NEXT32 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define OVERLAP_MMA(columns, k, type, registers, left, right, flag, turned, ...)               \
+  asm volatile("{ .reg .pred adds; setp.ne.b32 adds, " flag                                      \
+               ", 0;\n"                                                                          \
+               "wgmma.mma_async.sync.aligned.m64n" columns k ".f32." type "." type               \
+               " {" registers "}, " left ", " right ", adds, 1, 1" turned "; }"                  \
+               : __VA_ARGS__                                                                     \
+               : "l"(a), "l"(b), "r"(adds), "n"(kTurnedA), "n"(kTurnedB))
+#define OVERLAP_MMA128(k, type, turned)                                                          \
+  OVERLAP_MMA("128", k, type, OVERLAP_FIRST64, "%64", "%65", "%66", turned, OVERLAP_SUMS32(d, 0), \
+              OVERLAP_SUMS32(d, 32))
+#define OVERLAP_MMA192(k, type, turned)                                                          \
+  OVERLAP_MMA("192", k, type, OVERLAP_FIRST64 OVERLAP_NEXT32, "%96", "%97", "%98", turned,       \
+              OVERLAP_SUMS32(d, 0), OVERLAP_SUMS32(d, 32), OVERLAP_SUMS32(d, 64))
 
-// 64 rows of A and 128 columns of B, 32 bytes of k. Operands of one byte are not turned.
-template <class T, int kTurnedA, int kTurnedB>
-__device__ __forceinline__ void multiply(float (&d)[kMmaSums], uint64_t a, uint64_t b, int adds) {
+// 64 rows of A and 2 * kSums columns of B, 128 or 192; 32 bytes of k. Operands of one byte are not turned.
+template <class T, int kTurnedA, int kTurnedB, int kSums>
+__device__ __forceinline__ void multiply(float (&d)[kSums], uint64_t a, uint64_t b, int adds) {
   if constexpr (std::is_same_v<T, __nv_fp8_e4m3>) {
-    OVERLAP_MMA("k32", "e4m3", "");
+    static_assert(kSums == 64);
+    OVERLAP_MMA128("k32", "e4m3", "");
   } else if constexpr (std::is_same_v<T, __half>) {
-    OVERLAP_MMA("k16", "f16", ", %67, %68");
+    if constexpr (kSums == 64) {
+      OVERLAP_MMA128("k16", "f16", ", %67, %68");
+    } else {
+      OVERLAP_MMA192("k16", "f16", ", %99, %100");
+    }
   } else {
-    OVERLAP_MMA("k16", "bf16", ", %67, %68");
+    if constexpr (kSums == 64) {
+      OVERLAP_MMA128("k16", "bf16", ", %67, %68");
+    } else {
+      OVERLAP_MMA192("k16", "bf16", ", %99, %100");
+    }
   }
 }
+#undef OVERLAP_MMA192
+#undef OVERLAP_MMA128
 #undef OVERLAP_MMA
-#undef OVERLAP_SUMS16
+#undef OVERLAP_NEXT32
+#undef OVERLAP_FIRST64
+#undef OVERLAP_SUMS32
 #undef OVERLAP_SUMS4
 
 #endif

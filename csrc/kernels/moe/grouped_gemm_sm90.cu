@@ -5,6 +5,8 @@
 //   group 0  |   | mma 0 | store 0 | mma 2 | ...
 //   group 1  |           | mma 1   | store 1 | ...
 //
+// Tiles have 128 x 128 numbers. Gradients of weights also have tiles of 128 x 192, which need a sixth fewer loads for their products.
+//
 // With scales of blocks the groups share each tile, half of its rows each: one adds a stage's products to its sums while the other
 // multiplies.
 #include <cuda_runtime.h>
@@ -23,25 +25,25 @@ namespace {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // A warp's part in the products of its group's tiles.
-template <class T, GroupedForm kForm, bool kTurned>
+template <class P>
 class Multiplier {
  public:
-  __device__ Multiplier(Shared& shared, int group) : shared_(shared), group_(group) {}
+  __device__ Multiplier(Shared<P>& shared, int group) : shared_(shared), group_(group) {}
 
   __device__ void skip(int steps) { turn_.advance(steps); }
 
   // The products of a tile, or of its first kHalf rows. kWeights: of `left` rows of the input.
   template <bool kWhole>
-  __device__ __forceinline__ void run(int steps, int left, float (&upper)[kMmaSums],
-                                      float (&lower)[kMmaSums]) {
+  __device__ __forceinline__ void run(int steps, int left, float (&upper)[P::kSums],
+                                      float (&lower)[P::kSums]) {
     if (kTurnedA && steps == 0) {
 #pragma unroll
-      for (int i = 0; i < kMmaSums; ++i) upper[i] = lower[i] = 0.0f;
+      for (int i = 0; i < P::kSums; ++i) upper[i] = lower[i] = 0.0f;
     }
-    for (int step = 0; step < steps; ++step, left -= kK<T>) {
+    for (int step = 0; step < steps; ++step, left -= P::kK) {
       await(&shared_.full[turn_.stage], turn_.parity);
       char* const stage = shared_.stages[turn_.stage];
-      if (kTurnedA && left < kK<T>) clear_rows(stage, left);
+      if (kTurnedA && left < P::kK) clear_rows(stage, left);
       const uint64_t a = operand(stage);
       const uint64_t b = operand(stage + 2 * kHalfBytes, kTurnedB ? kHalfBytes : 16);
       begin_mma();
@@ -50,9 +52,9 @@ class Multiplier {
         const int adds = step > 0 || at > 0;
         const uint64_t of_a = a + at * step_of(kTurnedA);
         const uint64_t of_b = b + at * step_of(kTurnedB);
-        multiply<T, kTurnedA, kTurnedB>(upper, of_a, of_b, adds);
+        multiply<typename P::T, kTurnedA, kTurnedB>(upper, of_a, of_b, adds);
         if constexpr (kWhole) {
-          multiply<T, kTurnedA, kTurnedB>(lower, of_a + (kHalfBytes >> 4), of_b, adds);
+          multiply<typename P::T, kTurnedA, kTurnedB>(lower, of_a + (kHalfBytes >> 4), of_b, adds);
         }
       }
       commit_mma();
@@ -70,21 +72,21 @@ class Multiplier {
   }
 
  private:
-  static constexpr bool kTurnedA = kForm == GroupedForm::kWeights;
-  static constexpr bool kTurnedB = kTurned || kTurnedA;
+  static constexpr bool kTurnedA = P::kTurnedA;
+  static constexpr bool kTurnedB = P::kTurnedB;
   // 32 bytes of each row or, turned, sixteen rows.
   static constexpr uint64_t step_of(bool turned) { return (turned ? 16 * kLine : 32) >> 4; }
 
   // Rows after the expert's last one are another's, or nobody's.
   __device__ void clear_rows(char* stage, int first) const {
     const int thread = static_cast<int>(threadIdx.x) % kGroup;
-    for (int half = 0; half < 4; ++half) {
-      char* const rows = stage + half * kHalfBytes;
+    for (int box = 0; box < (kTile + P::kWidth) / kHalf; ++box) {
+      char* const rows = stage + box * kHalfBytes;
       for (int at = first * kLine + thread * 16; at < kHalfBytes; at += kGroup * 16) {
         *reinterpret_cast<uint4*>(rows + at) = uint4{};
       }
     }
-    show_mma();
+    show_async();
     meet_group(group_);
   }
 
@@ -95,23 +97,23 @@ class Multiplier {
     __syncwarp();
   }
 
-  Shared& shared_;
+  Shared<P>& shared_;
   const int group_;
-  Turn turn_;
+  Turn<Shared<P>::kStages> turn_;
   int last_ = -1;  // the stage whose products are under way
 };
 
 // A warp that loads the scales of blocks beside the operands: those of a tile's rows, and of its columns' two halves.
-template <GroupedForm kForm>
-__device__ void bring_scales(const KernelParams& params, Shared& shared) {
+template <class P>
+__device__ void bring_scales(const KernelParams& params, Shared<P>& shared) {
   constexpr int kRowsOfLane = kTile / 32;
   const GroupedGemmParams& gemm = params.gemm;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t row_bytes = gemm.k + scale_bytes(gemm.k, true);
   const char* const of_rows = static_cast<const char*>(gemm.input) + gemm.k;
   const auto blocks = static_cast<int>(scale_blocks(gemm.n));
-  Tiles<__nv_fp8_e4m3, kForm> tiles(params, shared);
-  Turn turn;
+  Tiles<P> tiles(params, shared);
+  Turn<Shared<P>::kStages> turn;
   for (Place place; tiles.next(place);) {
     // Rows after the last one have the scales of that one, and are not stored. So have columns.
     const float* rows[kRowsOfLane];
@@ -141,9 +143,10 @@ __device__ void bring_scales(const KernelParams& params, Shared& shared) {
 }
 
 // The stages of a group's half of a tile. A stage is a block of k: its products are added to the sums after their scales.
+template <class P>
 class BlockMultiplier {
  public:
-  __device__ BlockMultiplier(Shared& shared, int group) : shared_(shared), group_(group) {}
+  __device__ BlockMultiplier(Shared<P>& shared, int group) : shared_(shared), group_(group) {}
 
   // Without rows of its own a group frees the stages.
   __device__ void skip(int steps) {
@@ -154,11 +157,11 @@ class BlockMultiplier {
     }
   }
 
-  __device__ __forceinline__ void run(int steps, float (&sums)[kMmaSums]) {
+  __device__ __forceinline__ void run(int steps, float (&sums)[P::kSums]) {
 #pragma unroll
-    for (int i = 0; i < kMmaSums; ++i) sums[i] = 0.0f;
-    float even[kMmaSums];
-    float odd[kMmaSums];
+    for (int i = 0; i < P::kSums; ++i) sums[i] = 0.0f;
+    float even[P::kSums];
+    float odd[P::kSums];
     int step = 0;
     // Products are under way across no branch, or the compiler lets each one wait for the one before.
     for (; step + 1 < steps; step += 2) {
@@ -174,7 +177,7 @@ class BlockMultiplier {
   }
 
  private:
-  __device__ __forceinline__ void begin(float (&products)[kMmaSums]) {
+  __device__ __forceinline__ void begin(float (&products)[P::kSums]) {
     await(&shared_.full[turn_.stage], turn_.parity);
     const char* const stage = shared_.stages[turn_.stage];
     const uint64_t a = operand(stage + group_ * kHalfBytes);
@@ -183,7 +186,7 @@ class BlockMultiplier {
 #pragma unroll
     for (int at = 0; at < kLine / 32; ++at) {
       constexpr int kStep = 32 >> 4;
-      multiply<__nv_fp8_e4m3, 0, 0>(products, a + at * kStep, b + at * kStep, at > 0);
+      multiply<typename P::T, 0, 0>(products, a + at * kStep, b + at * kStep, at > 0);
     }
     commit_mma();
     turn_.next();
@@ -191,7 +194,7 @@ class BlockMultiplier {
 
   // Adds a stage's products, after which so many are under way.
   template <int kLeft>
-  __device__ __forceinline__ void add(float (&products)[kMmaSums], float (&sums)[kMmaSums]) {
+  __device__ __forceinline__ void add(float (&products)[P::kSums], float (&sums)[P::kSums]) {
     const float* const scales = shared_.scales[used_];
     const int row = (static_cast<int>(threadIdx.x) - kGroup) / 32 * kWarpRows +
                     static_cast<int>(threadIdx.x) % 32 / 4;
@@ -203,8 +206,8 @@ class BlockMultiplier {
     const float upper[2] = {rows[0] * halves[0], rows[0] * halves[1]};
     const float lower[2] = {rows[1] * halves[0], rows[1] * halves[1]};
 #pragma unroll
-    for (int i = 0; i < kMmaSums; i += 4) {
-      const int half = i / (kMmaSums / 2);
+    for (int i = 0; i < P::kSums; i += 4) {
+      const int half = i / (P::kSums / 2);
       sums[i] += products[i] * upper[half];
       sums[i + 1] += products[i + 1] * upper[half];
       sums[i + 2] += products[i + 2] * lower[half];
@@ -216,24 +219,22 @@ class BlockMultiplier {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     __syncwarp();  // all lanes have read the scales
     if (lane < kCluster) arrive_at(&shared_.empty[used_], lane);
-    used_ = used_ + 1 == kStages ? 0 : used_ + 1;
+    used_ = used_ + 1 == Shared<P>::kStages ? 0 : used_ + 1;
   }
 
-  Shared& shared_;
+  Shared<P>& shared_;
   const int group_;
-  Turn turn_;     // whose products begin next
-  int used_ = 0;  // the stage that is given back next
+  Turn<Shared<P>::kStages> turn_;  // whose products begin next
+  int used_ = 0;                   // the stage that is given back next
 };
 
-template <GroupedForm kForm>
-__device__ void consume_blocks(const KernelParams& params, Shared& shared) {
-  using T = __nv_fp8_e4m3;
+template <class P>
+__device__ void consume_blocks(const KernelParams& params, Shared<P>& shared) {
   const int group = static_cast<int>(threadIdx.x) / kGroup - 1;
   const int warp = static_cast<int>(threadIdx.x) % kGroup / 32;
-  Epilogue<T, kForm, false> epilogue(params.gemm, params.step, params.second,
-                                     shared.staged[group * 4 + warp]);
-  BlockMultiplier multiplier(shared, group);
-  Tiles<T, kForm> tiles(params, shared);
+  Epilogue<P> epilogue(params.gemm, params.step, params.second, shared.staged[group * 4 + warp]);
+  BlockMultiplier<P> multiplier(shared, group);
+  Tiles<P> tiles(params, shared);
   for (Place place; tiles.next(place);) {
     const int first_row = place.first_row + group * kHalf;
     const int steps = tiles.steps(place);
@@ -241,7 +242,7 @@ __device__ void consume_blocks(const KernelParams& params, Shared& shared) {
       multiplier.skip(steps);
       continue;
     }
-    float sums[kMmaSums];
+    float sums[P::kSums];
     const int tile = place.pair * kCluster + cluster_rank();
     const int own_row = first_row + warp * kWarpRows;
     multiplier.run(steps, sums);
@@ -249,15 +250,13 @@ __device__ void consume_blocks(const KernelParams& params, Shared& shared) {
   }
 }
 
-template <class T, GroupedForm kForm, bool kTurned>
-__device__ void consume(const KernelParams& params, Shared& shared) {
+template <class P>
+__device__ void consume(const KernelParams& params, Shared<P>& shared) {
   const int group = static_cast<int>(threadIdx.x) / kGroup - 1;
   const int warp = static_cast<int>(threadIdx.x) % kGroup / 32;
-  constexpr bool kScales = std::is_same_v<T, __nv_fp8_e4m3>;
-  Epilogue<T, kForm, kScales> epilogue(params.gemm, params.step, params.second,
-                                       shared.staged[group * 4 + warp]);
-  Multiplier<T, kForm, kTurned> multiplier(shared, group);
-  Tiles<T, kForm> tiles(params, shared);
+  Epilogue<P> epilogue(params.gemm, params.step, params.second, shared.staged[group * 4 + warp]);
+  Multiplier<P> multiplier(shared, group);
+  Tiles<P> tiles(params, shared);
   if (group == 1) pass_turn(group);
   int number = 0;
   for (Place place; tiles.next(place); ++number) {
@@ -266,8 +265,8 @@ __device__ void consume(const KernelParams& params, Shared& shared) {
       multiplier.skip(steps);
       continue;
     }
-    float upper[kMmaSums];
-    float lower[kMmaSums];
+    float upper[P::kSums];
+    float lower[P::kSums];
     const int rows = place.end_row - place.first_row;
     const int left = place.end - place.begin;
     const int tile = place.pair * kCluster + cluster_rank();
@@ -279,7 +278,7 @@ __device__ void consume(const KernelParams& params, Shared& shared) {
     }
     pass_turn(group);
     multiplier.finish();
-    const auto store = [&](float (&sums)[kMmaSums], int first) {
+    const auto store = [&](float (&sums)[P::kSums], int first) {
       epilogue.store(sums,
                      {place.expert, tile, place.first_row + first, min(rows - first, kWarpRows)});
     };
@@ -290,74 +289,88 @@ __device__ void consume(const KernelParams& params, Shared& shared) {
 
 #endif
 
-template <class T, GroupedForm kForm, bool kTurned, bool kBlocks = false>
+template <class P>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     grouped_gemm_kernel(const __grid_constant__ KernelParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char memory[];
   // Swizzled rows repeat after 1024 bytes.
-  Shared& shared =
-      *reinterpret_cast<Shared*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
+  auto& shared =
+      *reinterpret_cast<Shared<P>*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&shared.full[stage], kBlocks ? 1 + 32 : 1);
-      init_barrier(&shared.empty[stage], (kBlocks ? 2 : 1) * kCluster * kGroup / 32);
+    for (int stage = 0; stage < Shared<P>::kStages; ++stage) {
+      init_barrier(&shared.full[stage], P::kBlocks ? 1 + 32 : 1);
+      init_barrier(&shared.empty[stage], (P::kBlocks ? 2 : 1) * kCluster * kGroup / 32);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if (threadIdx.x < 32) count_tiles<kForm>(params, shared);
+  if (threadIdx.x < 32) count_tiles(params, shared);
   __syncthreads();
   meet_cluster();
   if (threadIdx.x < kGroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 0) produce<T, kForm, kTurned>(params, shared);
-    if constexpr (kBlocks) {
-      if (threadIdx.x / 32 == 1) bring_scales<kForm>(params, shared);
+    if (threadIdx.x == 0) produce(params, shared);
+    if constexpr (P::kBlocks) {
+      if (threadIdx.x / 32 == 1) bring_scales(params, shared);
     }
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    if constexpr (kBlocks) {
-      consume_blocks<kForm>(params, shared);
+    if constexpr (P::kBlocks) {
+      consume_blocks(params, shared);
     } else {
-      consume<T, kForm, kTurned>(params, shared);
+      consume(params, shared);
     }
   }
+  if constexpr (P::kWide) await_stores();
   // A CTA stays until the other one stores nothing more in its memory.
   meet_cluster();
 #endif
 }
 
-using Kernel = void (*)(KernelParams);
+struct Kernel {
+  void (*launch)(KernelParams);
+  int width;  // columns of a tile
+  int shared_bytes;
+};
 
-template <GroupedForm kForm, bool kTurned>
-Kernel kernel_for(Element element) {
-  return element == Element::kFloat16 ? grouped_gemm_kernel<__half, kForm, kTurned>
-                                      : grouped_gemm_kernel<__nv_bfloat16, kForm, kTurned>;
+template <class P>
+Kernel kernel_of() {
+  static_assert(kSharedBytes<P> <= 227 * 1024);
+  return {grouped_gemm_kernel<P>, P::kWidth, kSharedBytes<P>};
+}
+
+template <class T>
+Kernel kernel_of(GroupedForm form, bool turned, bool wide) {
+  switch (form) {
+    case GroupedForm::kRows:
+      return turned ? kernel_of<Product<T, GroupedForm::kRows, true>>()
+                    : kernel_of<Product<T, GroupedForm::kRows, false>>();
+    case GroupedForm::kGate:
+      return turned ? kernel_of<Product<T, GroupedForm::kGate, true>>()
+                    : kernel_of<Product<T, GroupedForm::kGate, false>>();
+    case GroupedForm::kWeights:
+      return wide ? kernel_of<Product<T, GroupedForm::kWeights, true, kWideTile>>()
+                  : kernel_of<Product<T, GroupedForm::kWeights, true>>();
+  }
+  return {};
 }
 
 Kernel scaled_kernel(GroupedForm form, bool by_blocks) {
   using T = __nv_fp8_e4m3;
   if (form == GroupedForm::kGate) {
-    return by_blocks ? grouped_gemm_kernel<T, GroupedForm::kGate, false, true>
-                     : grouped_gemm_kernel<T, GroupedForm::kGate, false>;
+    return by_blocks ? kernel_of<Product<T, GroupedForm::kGate, false, kTile, true>>()
+                     : kernel_of<Product<T, GroupedForm::kGate, false>>();
   }
-  return by_blocks ? grouped_gemm_kernel<T, GroupedForm::kRows, false, true>
-                   : grouped_gemm_kernel<T, GroupedForm::kRows, false>;
+  return by_blocks ? kernel_of<Product<T, GroupedForm::kRows, false, kTile, true>>()
+                   : kernel_of<Product<T, GroupedForm::kRows, false>>();
 }
 
-Kernel kernel_of(Element element, GroupedForm form, bool turned) {
-  switch (form) {
-    case GroupedForm::kRows:
-      return turned ? kernel_for<GroupedForm::kRows, true>(element)
-                    : kernel_for<GroupedForm::kRows, false>(element);
-    case GroupedForm::kGate:
-      return turned ? kernel_for<GroupedForm::kGate, true>(element)
-                    : kernel_for<GroupedForm::kGate, false>(element);
-    case GroupedForm::kWeights:
-      return kernel_for<GroupedForm::kWeights, true>(element);
-  }
-  return nullptr;
+Kernel kernel_for(const GroupedGemmParams& gemm, bool wide) {
+  if (gemm.scale != nullptr) return scaled_kernel(gemm.form, gemm.by_blocks);
+  return gemm.gate.element == Element::kFloat16
+             ? kernel_of<__half>(gemm.form, gemm.turned, wide)
+             : kernel_of<__nv_bfloat16>(gemm.form, gemm.turned, wide);
 }
 
 // The maps of boxes of rows of kLine bytes.
@@ -408,25 +421,39 @@ bool make_maps(KernelParams& params) {
          make_weight(params.weights[0], gemm.weight) && make_weight(params.weights[1], up);
 }
 
-cudaError_t set_memory(Kernel kernel) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+int column_pairs(const GroupedGemmParams& gemm, int tile_width) {
+  const int64_t pair = kCluster * (gemm.form == GroupedForm::kGate ? tile_width / 2 : tile_width);
+  return static_cast<int>((gemm.gate.width + pair - 1) / pair);
+}
+
+// Gradients of weights have the tile that is expected to end first. Both give the same bits.
+bool takes_wide(const GroupedGemmParams& gemm) {
+  if (gemm.form != GroupedForm::kWeights) return false;
+  const auto time = [&](int width) {
+    constexpr int kCost = 28;  // columns that a tile takes longer than its products; measured
+    const int64_t tiles =
+        gemm.gate.experts * ((gemm.n + kTile - 1) / kTile) * column_pairs(gemm, width);
+    const int clusters = gemm.ctas / kCluster;
+    return (static_cast<double>(tiles) / clusters + 0.5) * (width + kCost);
+  };
+  return time(kWideTile) < time(kTile);
 }
 
 }  // namespace
 
 cudaError_t load_grouped_gemm() {
-  for (const Element element : {Element::kBFloat16, Element::kFloat16}) {
-    for (const auto form : {GroupedForm::kRows, GroupedForm::kGate, GroupedForm::kWeights}) {
-      for (const bool turned : {false, true}) {
-        const cudaError_t error = set_memory(kernel_of(element, form, turned));
+  const auto set_memory = [](const Kernel& kernel) {
+    return cudaFuncSetAttribute(kernel.launch, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                kernel.shared_bytes);
+  };
+  for (const auto form : {GroupedForm::kRows, GroupedForm::kGate, GroupedForm::kWeights}) {
+    for (const bool option : {false, true}) {
+      for (const Kernel& kernel :
+           {kernel_of<__nv_bfloat16>(form, option, option), kernel_of<__half>(form, option, option),
+            scaled_kernel(form, option)}) {
+        const cudaError_t error = set_memory(kernel);
         if (error != cudaSuccess) return error;
       }
-    }
-  }
-  for (const auto form : {GroupedForm::kRows, GroupedForm::kGate}) {
-    for (const bool by_blocks : {false, true}) {
-      const cudaError_t error = set_memory(scaled_kernel(form, by_blocks));
-      if (error != cudaSuccess) return error;
     }
   }
   return cudaSuccess;
@@ -436,15 +463,14 @@ cudaError_t launch_grouped_gemm(const GroupedGemmParams& gemm, cudaStream_t stre
   const GateParams& gate = gemm.gate;
   const bool weights = gemm.form == GroupedForm::kWeights;
   if (gemm.rows == 0 || gate.width == 0 || gate.experts == 0) return cudaSuccess;
+  const Kernel kernel = kernel_for(gemm, takes_wide(gemm));
   const bool gated = gemm.form == GroupedForm::kGate;
   const bool apart = gated && !gate.interleaved;  // gate and up are not neighbours
   KernelParams params{};
   params.gemm = gemm;
-  params.step = apart ? kHalf : kTile;
+  params.step = apart ? kHalf : kernel.width;
   params.second = !apart ? kHalf : gemm.up_weight != nullptr ? 0 : static_cast<int32_t>(gate.width);
-  const int64_t columns = gated ? kHalf : kTile;  // of the output
-  params.column_pairs =
-      static_cast<int32_t>((gate.width + kCluster * columns - 1) / (kCluster * columns));
+  params.column_pairs = column_pairs(gemm, kernel.width);
   params.expert_rows = gemm.k_slices ? 0 : static_cast<int32_t>(gemm.n);
   params.expert_k = gemm.k_slices ? static_cast<int32_t>(gemm.k) : 0;
   if (!make_maps(params)) return cudaErrorInvalidValue;
@@ -452,9 +478,8 @@ cudaError_t launch_grouped_gemm(const GroupedGemmParams& gemm, cudaStream_t stre
                                  : (gemm.rows + kTile - 1) / kTile + gate.experts;
   const int64_t clusters =
       std::clamp<int64_t>(gemm.ctas / kCluster, 1, blocks * params.column_pairs);
-  const Kernel kernel = gemm.scale != nullptr ? scaled_kernel(gemm.form, gemm.by_blocks)
-                                              : kernel_of(gate.element, gemm.form, gemm.turned);
-  kernel<<<static_cast<unsigned>(clusters * kCluster), kThreads, kSharedBytes, stream>>>(params);
+  kernel.launch<<<static_cast<unsigned>(clusters * kCluster), kThreads,
+                  static_cast<size_t>(kernel.shared_bytes), stream>>>(params);
   return cudaGetLastError();
 }
 

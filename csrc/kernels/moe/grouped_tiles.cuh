@@ -12,38 +12,33 @@
 
 namespace overlap::kernels {
 
-constexpr int kLine = 128;  // bytes of k of a stage, which the swizzle repeats
 constexpr int kHalfBytes = kHalf * kLine;
-constexpr int kStageBytes = 4 * kHalfBytes;  // two halves of rows, two of columns
-constexpr int kFewRows = 16;                 // of a box that replaces one of kHalf rows
-constexpr int kStages = 5;
+constexpr int kFewRows = 16;  // of a box that replaces one of kHalf rows
 constexpr int kCluster = 2;
 constexpr int kGroup = 128;  // threads
 constexpr int kThreads = 3 * kGroup;
 constexpr int kBand = 8;  // tiles of rows that are computed together for each tile of columns
 
+template <class P>
 struct Shared {
-  char stages[kStages][kStageBytes];
-  char staged[2 * kGroup / 32][kWarpRows * kPitch];
+  static constexpr int kStages = P::kWide ? 4 : 5;
+  char stages[kStages][2 * kHalfBytes + P::kWidth * kLine];  // rows, columns
+  char staged[2 * kGroup / 32][kWarpRows * P::kPitch];
   float scales[kStages][kTile + 2];  // of blocks: of rows, and of the columns' two halves
   uint64_t full[kStages];
   uint64_t empty[kStages];
   int32_t ends[kMaxGroupedExperts];  // of each expert's cluster tiles
 };
-constexpr int kSharedBytes = static_cast<int>(sizeof(Shared)) + 1024;
-static_assert(kSharedBytes <= 227 * 1024);
-
-// Numbers of k of a stage.
-template <class T>
-constexpr int kK = kLine / static_cast<int>(sizeof(T));
+template <class P>
+constexpr int kSharedBytes = static_cast<int>(sizeof(Shared<P>)) + 1024;
 
 struct KernelParams {
   CUtensorMap input;
   CUtensorMap few;         // the same rows, kFewRows at a time
-  CUtensorMap weights[2];  // of each half of a tile's columns
+  CUtensorMap weights[2];  // of the first part of a tile's columns, and of the others
   GroupedGemmParams gemm;
   int32_t step;          // columns of weights from tile to tile
-  int32_t second;        // the first column of the second half of tile 0
+  int32_t second;        // columns from a part of a tile, of kHalf columns, to the next one
   int32_t column_pairs;  // cluster tiles of columns
   int32_t expert_rows;   // from an expert's weight to the next one's
   int32_t expert_k;
@@ -73,10 +68,10 @@ struct Place {
 };
 
 // All tiles of all experts, in order of expert; an expert's by bands of rows, a band's by columns.
-template <class T, GroupedForm kForm>
+template <class P>
 class Tiles {
  public:
-  __device__ Tiles(const KernelParams& params, const Shared& shared)
+  __device__ Tiles(const KernelParams& params, const Shared<P>& shared)
       : params_(params), shared_(shared), tile_(static_cast<int>(blockIdx.x) / kCluster) {}
 
   __device__ bool next(Place& place) {
@@ -87,8 +82,8 @@ class Tiles {
     place.expert = expert_;
     place.begin = expert_ == 0 ? 0 : offs[expert_ - 1];
     place.end = offs[expert_];
-    const int origin = kForm == GroupedForm::kWeights ? 0 : place.begin;
-    place.end_row = kForm == GroupedForm::kWeights ? static_cast<int>(params_.gemm.n) : place.end;
+    const int origin = P::kWeights ? 0 : place.begin;
+    place.end_row = P::kWeights ? static_cast<int>(params_.gemm.n) : place.end;
     const int first = expert_ == 0 ? 0 : shared_.ends[expert_ - 1];
     const int blocks = (place.end_row - origin + kTile - 1) / kTile;
     const int index = tile_ - first;
@@ -104,18 +99,19 @@ class Tiles {
   // The stages of a tile.
   __device__ int steps(const Place& place) const {
     const int k =
-        kForm == GroupedForm::kWeights ? place.end - place.begin : static_cast<int>(params_.gemm.k);
-    return (k + kK<T> - 1) / kK<T>;
+        P::kWeights ? place.end - place.begin : static_cast<int>(params_.gemm.k);
+    return (k + P::kK - 1) / P::kK;
   }
 
  private:
   const KernelParams& params_;
-  const Shared& shared_;
+  const Shared<P>& shared_;
   int tile_;
   int expert_ = 0;
 };
 
 // The stage that comes next, and how often it was used.
+template <int kStages>
 struct Turn {
   int stage = 0;
   int parity = 0;
@@ -132,8 +128,8 @@ struct Turn {
   }
 };
 
-template <GroupedForm kForm>
-__device__ void count_tiles(const KernelParams& params, Shared& shared) {
+template <class P>
+__device__ void count_tiles(const KernelParams& params, Shared<P>& shared) {
   const int lane = static_cast<int>(threadIdx.x);
   int total = 0;
   for (int first = 0; first < params.gemm.gate.experts; first += 32) {
@@ -141,7 +137,7 @@ __device__ void count_tiles(const KernelParams& params, Shared& shared) {
     int tiles = 0;
     if (expert < params.gemm.gate.experts) {
       const int32_t* offs = params.gemm.gate.offs;
-      const int rows = kForm == GroupedForm::kWeights
+      const int rows = P::kWeights
                            ? static_cast<int>(params.gemm.n)
                            : offs[expert] - (expert == 0 ? 0 : offs[expert - 1]);
       tiles = (rows + kTile - 1) / kTile * params.column_pairs;
@@ -156,10 +152,11 @@ __device__ void count_tiles(const KernelParams& params, Shared& shared) {
 }
 
 // The loads of a tile, of whose rows the first kRows are loaded.
-template <class T, GroupedForm kForm, bool kTurned, int kRows>
-__device__ __forceinline__ void load_tile(const KernelParams& params, Shared& shared,
-                                          const Place& place, int steps, Turn& turn) {
-  constexpr bool kWeights = kForm == GroupedForm::kWeights;
+template <class P, int kRows>
+__device__ __forceinline__ void load_tile(const KernelParams& params, Shared<P>& shared,
+                                          const Place& place, int steps,
+                                          Turn<Shared<P>::kStages>& turn) {
+  constexpr int kParts = P::kWidth / kHalf;
   const CUtensorMap& input = kRows == kFewRows ? params.few : params.input;
   const int rank = cluster_rank();
   const int row = place.first_row + rank * kHalf;
@@ -171,24 +168,24 @@ __device__ __forceinline__ void load_tile(const KernelParams& params, Shared& sh
     await(&shared.empty[turn.stage], turn.parity ^ 1);
     char* const stage = shared.stages[turn.stage];
     uint64_t* const full = &shared.full[turn.stage];
-    expect_bytes(full, kRows * kLine + 2 * kHalfBytes);
-    const int k = step * kK<T>;
+    expect_bytes(full, kRows * kLine + kParts * kHalfBytes);
+    const int k = step * P::kK;
     if (kRows == kTile || rank == 0) {
       char* const to = stage + rank * kHalfBytes;
-      if constexpr (kWeights) {
+      if constexpr (P::kWeights) {
         load_box_for_both(input, to, full, row, place.begin + k);
       } else {
         load_box_for_both(input, to, full, k, row);
       }
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const CUtensorMap& map = params.weights[half];
-      char* const to = stage + (2 + half) * kHalfBytes;
-      const int from = column + half * params.second;
-      if constexpr (kWeights) {
+    for (int part = 0; part < kParts; ++part) {
+      const CUtensorMap& map = params.weights[part == 0 ? 0 : 1];
+      char* const to = stage + (2 + part) * kHalfBytes;
+      const int from = column + part * params.second;
+      if constexpr (P::kWeights) {
         load_box(map, to, full, from, place.begin + k);
-      } else if constexpr (kTurned) {
+      } else if constexpr (P::kTurnedB) {
         load_box(map, to, full, from, k, place.expert);
       } else {
         load_box(map, to, full, expert_k + k, expert_row + from);
@@ -198,16 +195,16 @@ __device__ __forceinline__ void load_tile(const KernelParams& params, Shared& sh
   }
 }
 
-template <class T, GroupedForm kForm, bool kTurned>
-__device__ void produce(const KernelParams& params, Shared& shared) {
-  Tiles<T, kForm> tiles(params, shared);
-  Turn turn;
+template <class P>
+__device__ void produce(const KernelParams& params, Shared<P>& shared) {
+  Tiles<P> tiles(params, shared);
+  Turn<Shared<P>::kStages> turn;
   for (Place place; tiles.next(place);) {
     const auto load = [&]<int kRows>() {
-      load_tile<T, kForm, kTurned, kRows>(params, shared, place, tiles.steps(place), turn);
+      load_tile<P, kRows>(params, shared, place, tiles.steps(place), turn);
     };
     // An expert of few rows has one tile of them, and its weights take all the time: no other rows are loaded then.
-    const int rows = kForm == GroupedForm::kWeights ? kTile : place.end - place.begin;
+    const int rows = P::kWeights ? kTile : place.end - place.begin;
     if (rows > kHalf) {
       load.template operator()<kTile>();
     } else if (rows > kFewRows) {
