@@ -24,6 +24,7 @@ from overlap_torch._attention.kernels import (
 from overlap_torch._attention.peers import cut_heads, route_of, takes
 from overlap_torch._attention.work import Problem, parts_allowed, seconds, share_of
 from overlap_torch._layers.linear import as_under_autocast
+from overlap_torch._layers.sharding import checked_integer, checked_number
 from overlap_torch._ops.fakes import DTYPES
 from overlap_torch._ops.gradients import refuse_tangents, refuse_transforms
 from overlap_torch._ops.graphs import constant_in_graphs, outside_graphs
@@ -75,16 +76,20 @@ def _check_operands(q: _Operand, k: _Operand, v: _Operand) -> None:
         )
 
 
+def _integer(name: str, value: int | None) -> int | None:
+    return None if value is None else operator.index(checked_integer(f"{_WHAT}: {name}", value))
+
+
 def _band(causal: bool, window) -> tuple[int | None, int | None]:
     """How far before and after itself a token sees; None: without bound."""
     if window is None:
         return None, 0 if causal else None
-    if isinstance(window, int) or len(window) != 2:
+    if not isinstance(window, tuple) or len(window) != 2:
         raise ValueError(
             f"window is (left, right), how many tokens before and after its own a query sees, None for no bound, but got {window!r}; a "
             "window of W tokens that ends at the query's own is (W - 1, 0)"
         )
-    left, right = (None if side is None else operator.index(side) for side in window)
+    left, right = window
     if any(side is not None and side < 0 for side in (left, right)):
         raise ValueError(
             f"window={tuple(window)} has a negative side; give None for no bound, or 0 for none of the tokens on that side"
@@ -366,17 +371,17 @@ def context_parallel_attention(
     q, k, v = as_under_autocast(q, k, v)
     chosen = _kernel(kernel, q.device)
     # A compiler takes sizes and numbers as they are, and compiles again where they change.
-    head_parts, chunks = (
-        each if each is None else operator.index(each) for each in (head_parts, chunks)
-    )
-    if window is not None and not isinstance(window, int):
-        window = tuple([side if side is None else operator.index(side) for side in window])
+    head_parts, chunks = _integer("head_parts", head_parts), _integer("chunks", chunks)
+    if isinstance(window, (list, tuple)):
+        window = tuple([_integer("window", side) for side in window])
+    if scale is not None:
+        scale = float(scale if isinstance(scale, torch.Tensor) else checked_number("scale", scale))
     tokens = tokens if isinstance(tokens, str) else tuple(map(operator.index, tokens))
     if documents is not None and not isinstance(documents, Documents):
         raise TypeError(
             f"documents is an overlap_torch.Documents(lengths), made once a batch, but got {type(documents).__name__}"
         )
-    asked = (causal, window, None if scale is None else float(scale), tokens, documents, head_parts)
+    asked = (causal, window, scale, tokens, documents, head_parts)
     asked = (*asked, transport, chunks)
     if not isinstance(chosen, str):
         return _by_callers_kernel(asked, chosen, name, q, k, v, per_head)

@@ -114,10 +114,10 @@ def produce(
             of the ``with`` raises; otherwise on CUDA the wait's deadline does, if the plan waits for tiles. Or a rank left its ``with`` by an exception:
             then all other ranks raise, too, and nothing is communicated. On CUDA the group cannot be used afterwards.
     """
-    name = group_name(group)
+    name, tile = group_name(group), _two(tile, "tile", 1)
     resources = _resources_of(resources, plan)
     key = (
-        collective, tuple(shape), dtype, tuple(tile), chunks, tile_order, _code(plan), kernel_us,
+        collective, tuple(shape), dtype, tile, chunks, tile_order, _code(plan), kernel_us,
         None if send_rows is None else tuple(send_rows), None if recv_rows is None else tuple(recv_rows), resources,
         device, torch.cuda.current_device() if torch.cuda.is_initialized() else -1, name, signals,
     )  # fmt: skip
@@ -134,7 +134,7 @@ def produce(
         request = Request(
             what=what,
             problem=problem,
-            tile=_two(tile, "tile", 1),
+            tile=tile,
             chunks=chunks,
             tile_order=tile_order,
             plan=plan,
@@ -243,10 +243,10 @@ def consume(
         )
     what = f"overlap_torch.consume('all_gather', {tuple(input.shape)})"
     _check_gradients(what, [input])
-    name = group_name(group)
+    name, tile = group_name(group), _two(tile, "tile", 1)
     resources = _resources_of(resources, plan)
     key = (
-        collective, tuple(input.shape), input.dtype, columns, tuple(tile), chunks, tile_order, _code(plan), kernel_us,
+        collective, tuple(input.shape), input.dtype, columns, tile, chunks, tile_order, _code(plan), kernel_us,
         resources, input.device, name,
     )  # fmt: skip
     prepared = _found(key)
@@ -259,7 +259,7 @@ def consume(
     request = Request(
         what=what,
         problem=problem,
-        tile=_two(tile, "tile", 1),
+        tile=tile,
         chunks=chunks,
         tile_order=tile_order,
         plan=plan,
@@ -307,7 +307,7 @@ def _check_gradients(what: str, operands: Sequence[torch.Tensor]) -> None:
 
 
 def _two(values: Sequence[int], name: str, least: int) -> tuple[int, int]:
-    pair = tuple(values)
+    pair = tuple(values) if isinstance(values, Sequence) else (values,)
     if len(pair) != 2 or any(type(value) is not int or value < least for value in pair):
         raise ValueError(f"{name} is {values}, allowed are two integers of {least} or more")
     return pair

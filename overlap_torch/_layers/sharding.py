@@ -21,14 +21,20 @@ def check_linear(linear: object) -> None:
         raise TypeError(f"from_linear takes torch.nn.Linear, but it is a {type(linear).__name__}")
 
 
+def checked_integer(name: str, value: int) -> int:
+    """The number; raises TypeError for anything else."""
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be an integer, but it is a {kind}: {value!r}") from None
+
+
 def checked_count(name: str, value: int) -> int:
     """The number; raises TypeError or ValueError unless it is 0 or more."""
-    if not isinstance(value, (int, torch.SymInt)):
-        try:
-            value = operator.index(value)
-        except TypeError:
-            kind = type(value).__name__
-            raise TypeError(f"{name} must be an integer, but it is a {kind}: {value!r}") from None
+    value = checked_integer(name, value)
     if value < 0:
         raise ValueError(f"{name} must be 0 or more, but it is {value}")
     return value

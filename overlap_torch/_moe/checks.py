@@ -62,6 +62,10 @@ def check_tokens(what: str, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
             f"{what} takes x [..., H] and topk_ids [..., K] with the same leading dims, but their shapes are {tuple(x.shape)} "
             f"and {tuple(topk_ids.shape)}"
         )
+    if x.is_meta:
+        raise ValueError(
+            f"{what} reads topk_ids, but meta tensors have no values; trace with FakeTensorMode"
+        )
     if x.device != topk_ids.device:
         raise ValueError(
             f"{what} takes x and topk_ids on one device, but they are on {x.device} and {topk_ids.device}"

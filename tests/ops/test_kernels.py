@@ -294,6 +294,7 @@ def test_kernels_misuse_is_refused(failures: Failures) -> None:
         ({"chunks": 65}, "ValueError: .*chunks is 65, allowed are 1 to 64"),
         ({"chunks": 5}, ""),
         ({"tile": (0, 32)}, "ValueError: tile is .*allowed are two integers of 1 or more"),
+        ({"tile": 4}, "ValueError: tile is 4, allowed are two integers of 1 or more"),
         ({"tile_order": "spiral"}, "ValueError: tile_order is 'spiral', allowed are 'row_major'"),
         (
             {"tile_order": lambda m, n: [0] * m * n},

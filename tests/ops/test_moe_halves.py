@@ -241,6 +241,10 @@ def test_moe_second_order(failures: Failures) -> None:
                 failures.equal(check(function, given), True, check.__name__, place, pair, biases)
 
 
+def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
+
+
 WRONG = [
     (ValueError, "same leading dims", {"ids": lambda ids: ids[:-1]}),
     (TypeError, "int32 or int64", {"ids": torch.Tensor.double}),
@@ -248,6 +252,7 @@ WRONG = [
     (ValueError, "shape of topk_ids", {"shares": lambda shares: shares[:, :1]}),
     (ValueError, "takes gate_up of shape", {"gate_up": lambda weight: weight[:, :-2]}),
     (TypeError, "down in torch.float32, x's dtype", {"down": torch.Tensor.double}),
+    (ValueError, "meta tensors have no values", {"x": to_meta, "ids": to_meta}),
     (ValueError, "num_experts is 0", {"num_experts": 0}),
     (ValueError, "takes gate_up of shape (9", {"num_experts": [9]}),
     (ValueError, "an activation is one of", {"activation": "swish"}),
