@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from overlap_torch._ops import group_name
+from overlap_torch._ops.collectives import usual_invariance
 from overlap_torch._tools.launch import current_device
 from overlap_torch.plan import Plan, Problem, clear_plans, set_plan
 from overlap_torch.plan._library import plan_of
@@ -85,6 +86,7 @@ class _CaseRun:
                 op=case.op,
                 recipe="none" if args.scales is None else f"{args.scales}_wise",
                 fast_accum=args.fast_accum,
+                invariance=usual_invariance(case.op),
             )
         self._subject = report.Subject(
             args,

@@ -58,6 +58,11 @@ USUAL_INVARIANCE = os.environ.get("OVERLAP_INVARIANCE", "none")
 ANY_WORLD = USUAL_INVARIANCE == "world"
 
 
+def usual_invariance(op: str) -> str:
+    """The invariance of an op's calls that ask for none; other ops add nothing between ranks."""
+    return USUAL_INVARIANCE if op in ("gemm_allreduce", "gemm_reducescatter") else "none"
+
+
 def all_reduce(part: torch.Tensor, group: str, invariance: str | None) -> torch.Tensor:
     """The sum of the ranks' tensors; with an invariance as the ops' kernels add: in float32 and in rank order, or by pairs."""
     invariance = invariance or USUAL_INVARIANCE

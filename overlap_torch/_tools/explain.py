@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from overlap_torch import _plan
+from overlap_torch._ops.collectives import usual_invariance
 from overlap_torch._plan import Op, Problem
 from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
 from overlap_torch._watch.drawing import figure
@@ -97,9 +98,8 @@ def _complete(args: argparse.Namespace) -> None:
         if world is None:
             world = Ranks.choose(None, args.device).world_size if machine is None else 2
         recipe = "none" if args.scales is None else f"{args.scales}_wise"
-        args.problem = Problem(
-            args.m, args.n, args.k, args.dtype, world, args.op, recipe, fast_accum=args.fast_accum
-        )
+        asked = {"fast_accum": args.fast_accum, "invariance": usual_invariance(args.op)}
+        args.problem = Problem(args.m, args.n, args.k, args.dtype, world, args.op, recipe, **asked)
     else:
         args.problem = plan.problem
     args.plan = plan

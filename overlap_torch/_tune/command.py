@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlap_torch._ops.collectives import USUAL_INVARIANCE
+from overlap_torch._ops.collectives import usual_invariance
 from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
 from overlap_torch._tune import tune as _tune
 from overlap_torch._tune.session import words
@@ -127,10 +127,8 @@ def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[Problem, ...]:
 
     def problem(op: str, m: int, n: int, k: int) -> Problem:
         rows = -(-m // world) * world
-        invariance = "none" if op == "allgather_gemm" else USUAL_INVARIANCE
-        return Problem(
-            rows, n, k, dtype, world, op, recipe, fast_accum=args.fast_accum, invariance=invariance
-        )
+        asked = {"fast_accum": args.fast_accum, "invariance": usual_invariance(op)}
+        return Problem(rows, n, k, dtype, world, op, recipe, **asked)
 
     return tuple(problem(op, *shape) for op in ops for shape in shapes)
 

@@ -14,6 +14,7 @@ from machines import KINDS, big, cpu, hopper, slow
 from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch.__main__ import main
+from overlap_torch._ops import collectives
 from overlap_torch._tools import explain
 from overlap_torch.plan import Machine, Plan, templates
 from overlap_torch.plan._explain import H200
@@ -238,6 +239,16 @@ def test_explain_command_prints_the_planners_plan(op: str, capsys) -> None:
     told = plan.explain(H200, send_rows=counts, receive_rows=counts)
     assert math.isfinite(told.expected.total_us)
     assert capsys.readouterr().out == f"{told}\n"
+
+
+@pytest.mark.parametrize("op", [name.lower() for name in Op.__members__])
+def test_explain_command_knows_the_usual_invariance(op: str, capsys, monkeypatch) -> None:
+    """An op that adds between ranks has that of OVERLAP_INVARIANCE."""
+    monkeypatch.setattr(collectives, "USUAL_INVARIANCE", "batch")
+    rows = ["--n", "8192", "--k", "7168", "--rows", "4096"] if op == "gemm_alltoall" else SHAPE
+    assert main(["explain", "--op", op, *rows, "--machine", "h200"]) == 0
+    plan = capsys.readouterr().out.partition(":")[0]
+    assert plan.endswith(" batch") == (op in ("gemm_allreduce", "gemm_reducescatter"))
 
 
 def test_explain_command_draws_a_saved_plan_of_a_machine_in_words(tmp_path, capsys) -> None:

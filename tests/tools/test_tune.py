@@ -23,7 +23,7 @@ from checks import Failures
 from machines import big, hopper, slow, total
 from operands import world_name
 from overlap_torch import plan
-from overlap_torch._ops import eager
+from overlap_torch._ops import collectives, eager
 from overlap_torch._tune import command as _tune_command
 from overlap_torch._tune import files as _tuned_files
 from overlap_torch._tune import first_calls as _first_calls
@@ -581,7 +581,7 @@ def test_tune_command_tunes_what_a_process_calls(monkeypatch):
     """Shapes are tuned for OVERLAP_INVARIANCE, as calls without an invariance have it."""
     given = []
     monkeypatch.setattr(_tune_command, "launch", lambda ranks, work, job: given.append(job) or 0)
-    monkeypatch.setattr(_tune_command, "USUAL_INVARIANCE", "batch")
+    monkeypatch.setattr(collectives, "USUAL_INVARIANCE", "batch")
     argv = ["--shapes", "64x16x8", "--op", "gemm_reducescatter,allgather_gemm", "--device", "cpu"]
     assert _tune_command.main(argv) == 0
     assert given[0]["problems"] == (
