@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from overlap_torch._attention.exchange import Exchange, Heads
 from overlap_torch._attention.kernels import (
@@ -39,7 +40,7 @@ class Attention:
 
     Args:
         problem: what all ranks compute.
-        kernel: a name in BUILT_IN, or a caller's kernel.
+        kernel: a name in BUILT_IN, or what a caller's kernel takes, `traits_of` it.
         form: B, dtype and sizes of heads.
         scale: the factor of the products of queries and keys.
         group: the group's name.
@@ -123,22 +124,32 @@ class Attention:
         found[self.share.heads.start : self.share.heads.stop] = own
         return found
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, per_head: Tensors = ()):
-        """This rank's output [B, T, H, Dv]; what came and the kernels' own output, if backward reads them; and what kernels saved."""
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        per_head: Tensors = (),
+        kernel: AttentionKernel | None = None,
+    ):
+        """This rank's output [B, T, H, Dv]; what came and the kernels' own output, if backward reads them; and what kernels saved.
+        ``kernel``: the caller's."""
         self._compare(self._text, q)
         if self.by_copies:
-            return self._forward_by_copies(q, k, v)
+            return self._forward_by_copies(q, k, v, kernel)
         exchange = self.exchange
         came = exchange.start_in(q, k, v)()
         q, k, v = exchange.heads(came, q, k, v)
-        o, saved = _attend(self.calls[0][1], q, k, v, self._own(per_head))
+        o, saved = _attend(self.calls[0][1], q, k, v, self._own(per_head), kernel)
         result = exchange.results_home(o)
         if not exchange.moves_queries:
             return result, [], saved
         # All heads' keys and values, cut by heads, are as many bytes as this rank's own. Others come again in backward.
         return result, [*(came if self._keeps_keys else came[:1]), o], saved
 
-    def _forward_by_copies(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+    def _forward_by_copies(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel | None
+    ):
         """As `forward`. It keeps for backward what came, in one dim, and each chunk's output."""
         gathers, outputs, saved, kept = self.problem.parts == 1, [], [], []
         route, rank = self.route, self.share.rank
@@ -149,9 +160,9 @@ class Attention:
             for c, (chunk, calls) in enumerate(self.calls):
                 came = exchange.came(c)
                 heads = (_part(q, 2, chunk.heads), *came) if gathers else came
-                o, states = _attend(calls, *heads)
+                o, states = _attend(calls, *heads, kernel=kernel)
                 outputs.append(o)
-                saved += states
+                saved += states if kernel is None else tree_map(exchange.owned, states)
                 if not gathers:
                     exchange.send_home(c, o)
             if gathers:
@@ -206,12 +217,13 @@ class Attention:
         kept: Tensors,
         saved: Sequence[Any],
         per_head: Tensors = (),
+        kernel: AttentionKernel | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of this rank's q, k and v, and of its slices of per_head. q, k, v and o are as `wanted` leaves them."""
         self._compare(self._text_of_gradients, grad)
         laid = self.by_copies and self._keeps_keys
         if laid and self.problem.kv_heads % self.problem.parts == 0:
-            return self._backward_by_copies(grad, kept, saved)
+            return self._backward_by_copies(grad, kept, saved, kernel)
         exchange = self.exchange
         *came, o = kept or [o]
         again = None if self._keeps_keys else exchange.start_in(None, k, v)
@@ -226,7 +238,7 @@ class Attention:
         for chunk, calls in self.calls:
             cut = [_part(one, 2, chunk.heads) for one in (grad, q, o)]
             keys = [_part(one, 2, chunk.kv_heads) for one in (k, v)]
-            grads, others = _differentiate(calls, cut[0], cut[1], *keys, cut[2], saved, own)
+            grads, others = _differentiate(calls, cut[0], cut[1], *keys, cut[2], saved, own, kernel)
             found.append(grads)
             for total, other in zip(more, others, strict=bool(calls)):
                 total += other
@@ -234,7 +246,11 @@ class Attention:
         return *exchange.gradients_home(*grads), *more
 
     def _backward_by_copies(
-        self, grad: torch.Tensor, kept: Tensors, saved: Sequence[Any]
+        self,
+        grad: torch.Tensor,
+        kept: Tensors,
+        saved: Sequence[Any],
+        kernel: AttentionKernel | None,
     ) -> tuple[torch.Tensor, ...]:
         came, *outputs = kept
         rank, states = self.share.rank, iter(saved)
@@ -250,7 +266,9 @@ class Attention:
             for c, (_, calls) in enumerate(self.calls):
                 operands = operands_of(self.route, rank, c, came)
                 (arrived,) = exchange.came(c)
-                grads, _ = _differentiate(calls, arrived, *operands, outputs[c], states)
+                grads, _ = _differentiate(
+                    calls, arrived, *operands, outputs[c], states, kernel=kernel
+                )
                 exchange.send_home(c, *grads)
             return tuple(exchange.results())
 
@@ -277,11 +295,17 @@ def _rows(tensors: Sequence[tuple[torch.Tensor, slice]]) -> list[torch.Tensor]:
 
 
 def _attend(
-    calls: Sequence[Call], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, per_head: Tensors = ()
+    calls: Sequence[Call],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    per_head: Tensors = (),
+    kernel: AttentionKernel | None = None,
 ) -> tuple[torch.Tensor, list]:
-    """The output [B, rows, h, Dv] of these calls, and what each one saved."""
-    outputs, saved = [], []
-    for kernel, work, rows, keys in calls:
+    """The output [B, rows, h, Dv] of these calls, and what each one saved. ``kernel``: a caller's, in place of what it takes."""
+    outputs, saved, callers = [], [], kernel
+    for taker, work, rows, keys in calls:
+        kernel = callers or taker
         if per_head:
             work = replace(work, per_head=tuple(per_head))
         o, kept = kernel.forward(*_rows(((q, rows), (k, keys), (v, keys))), work)
@@ -305,6 +329,17 @@ def _check_output(name: str, o: object, shape: tuple[int, ...], q: torch.Tensor)
         )
 
 
+def _check_gradients(name: str, grads: object, inputs: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError unless a caller's kernel returned a gradient of the shape of each of its inputs."""
+    found = tuple(grads) if isinstance(grads, (list, tuple)) else (grads,)
+    shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in found]
+    wanted = [tuple(one.shape) for one in inputs]
+    if shapes != wanted:
+        raise ValueError(
+            f"{name} returned gradients of the shapes {shapes}, but q, k, v and per_head have {wanted}: give zeros where there is none"
+        )
+
+
 def _differentiate(
     calls: Sequence[Call],
     grad: torch.Tensor,
@@ -314,14 +349,19 @@ def _differentiate(
     o: torch.Tensor,
     saved: Iterator[Any],
     per_head: Tensors = (),
+    kernel: AttentionKernel | None = None,
 ) -> tuple[Heads, list[torch.Tensor]]:
     """The gradients of q, k and v by these calls, and of the slices of per_head; the next of ``saved`` are theirs."""
-    for_q, terms, more = [], [], []
-    for kernel, work, rows, keys in calls:
+    for_q, terms, more, callers = [], [], [], kernel
+    for taker, work, rows, keys in calls:
+        kernel = callers or taker
         if per_head:
             work = replace(work, per_head=tuple(per_head))
         operands = _rows(((grad, rows), (q, rows), (k, keys), (v, keys), (o, rows)))
-        dq, dk, dv, *others = kernel.backward(*operands, next(saved), work)
+        grads = kernel.backward(*operands, next(saved), work)
+        if not isinstance(kernel, BuiltInKernel):
+            _check_gradients(kernel.name, grads, (*operands[1:4], *work.per_head))
+        dq, dk, dv, *others = grads
         for_q.append((rows, dq))
         terms.append((keys, dk, dv))
         more = [*others] if not more else [a + b for a, b in zip(more, others, strict=True)]

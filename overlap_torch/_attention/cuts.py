@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from overlap_torch._layers.sharding import checked_count
-from overlap_torch._ops.group import Group, group_name, group_rank, world_size
+from overlap_torch._ops.group import Group, group_name, place_of
 from overlap_torch._ops.nested import check_tensors
 
 Tokens = str | Sequence[int]
@@ -91,7 +92,7 @@ def numbers_of(
 
 def _whole_numbers(what: str, tokens: Tokens, total: int, group: str) -> tuple[Span, ...]:
     """This rank's positions among ``total``."""
-    ranks, rank = world_size(group), group_rank(group)
+    ranks, rank = place_of(group)
     if isinstance(tokens, str):
         parts = 2 * ranks if tokens == "zigzag" else ranks
         if total % parts != 0:
@@ -107,7 +108,9 @@ def _whole_numbers(what: str, tokens: Tokens, total: int, group: str) -> tuple[S
             raise ValueError(
                 f"{what}: tokens={list(numbers)} add up to {sum(numbers)}, but the sequence has {total}"
             )
-    return spans_of_ranks(numbers, zigzag)[rank]
+    # A compiler does not call what a cache has.
+    spans = spans_of_ranks.__wrapped__ if is_dynamo_compiling() else spans_of_ranks
+    return spans(numbers, zigzag)[rank]
 
 
 def cut_tokens(

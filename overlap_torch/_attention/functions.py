@@ -20,6 +20,7 @@ from overlap_torch._attention.kernels import (
     calls_of,
     default_kernels,
     kernels_of,
+    traits_of,
 )
 from overlap_torch._attention.peers import cut_heads, route_of, takes
 from overlap_torch._attention.work import Problem, parts_allowed, seconds, share_of
@@ -104,18 +105,16 @@ def _band(causal: bool, window) -> tuple[int | None, int | None]:
 def _documents(documents: Documents | None, total: int, batch: int) -> tuple[int, ...]:
     if documents is None:
         return ()
-    if sum(documents.lengths) != total:
+    lengths = tuple([operator.index(length) for length in documents.lengths])
+    if sum(lengths) != total:
         raise ValueError(
-            f"documents have {sum(documents.lengths)} tokens, but the whole sequence, over all ranks, has {total}"
+            f"documents have {sum(lengths)} tokens, but the whole sequence, over all ranks, has {total}"
         )
-    if batch != 1 and len(documents.lengths) > 1:
+    if batch != 1 and len(lengths) > 1:
         raise ValueError(
             f"documents lie in one sequence, B = 1, but B is {batch}; put the sequences of the batch one after the other"
         )
-    return documents.lengths if len(documents.lengths) > 1 else ()
-
-
-_kernel_of = functools.lru_cache(maxsize=64)(FunctionKernel)
+    return lengths if len(lengths) > 1 else ()
 
 
 def _kernel(kernel: Kernel, device: torch.device) -> Kernel:
@@ -454,6 +453,6 @@ def _noted(name: str, known: tuple[Attention, str]) -> Attention:
 
 @outside_graphs(_COMPILED)
 def _by_callers_kernel(asked, kernel, name, q, k, v, per_head) -> torch.Tensor:
-    kernel = kernel if isinstance(kernel, AttentionKernel) else _kernel_of(kernel)
-    given = _given(asked, kernel, name, q, k, v, per_head)
-    return ops.call(_noted(name, _known_attention(*given)), q, k, v, *per_head)
+    kernel = kernel if isinstance(kernel, AttentionKernel) else FunctionKernel(kernel)
+    given = _given(asked, traits_of(kernel), name, q, k, v, per_head)
+    return ops.call(_noted(name, _known_attention(*given)), q, k, v, *per_head, kernel=kernel)

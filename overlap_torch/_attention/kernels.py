@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from overlap_torch._attention.work import AttentionWork, Share, one_band, work_of
 from overlap_torch._ops.composition import accumulated
@@ -40,7 +43,8 @@ class AttentionKernel:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: AttentionWork
     ) -> tuple[torch.Tensor, Any]:
-        """q [B, Tq, h, D], k [B, Tk, hkv, D], v [B, Tk, hkv, Dv], any strides: the output [B, Tq, h, Dv], and what backward wants."""
+        """q [B, Tq, h, D], k [B, Tk, hkv, D], v [B, Tk, hkv, Dv], any strides: the output [B, Tq, h, Dv], and what backward wants
+        beside them: they are lent, and backward gets them, too."""
         raise NotImplementedError(f"{self.name} has no forward")
 
     def backward(
@@ -74,25 +78,89 @@ class AttentionKernel:
         return ""
 
 
+@dataclass(frozen=True)
+class Traits(AttentionKernel):
+    """The attributes of a caller's kernel, by which caches know it: they keep no kernel, and nothing that it reads."""
+
+    name: str
+    lower_right: bool
+    groups: bool
+    windows: bool
+    documents: bool
+    dtypes: tuple[torch.dtype, ...]
+
+
+def traits_of(kernel: AttentionKernel) -> AttentionKernel:
+    """Its attributes; the kernel itself if it decides by more of its own what it takes."""
+    if type(kernel).refused is not AttentionKernel.refused:
+        return kernel
+    own = (getattr(kernel, field.name) for field in fields(Traits))
+    *flags, dtypes = own
+    return Traits(*flags, tuple(dtypes))
+
+
+def _name_of(function: Callable[..., torch.Tensor]) -> str:
+    """A name that is the same on all ranks."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
 class FunctionKernel(AttentionKernel):
-    """A function ``(q, k, v, work) -> o``, which autograd differentiates. Backward calls it again, so that nothing gathered is kept."""
+    """A function ``(q, k, v, work) -> o``, which autograd differentiates. Backward calls it again, so that nothing gathered is kept:
+    with the random numbers and under the autocast of the first call."""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         self.function = function
-        self.name = getattr(function, "__qualname__", repr(function))
+        self.name = _name_of(function)
 
     def forward(self, q, k, v, work):
+        type_ = q.device.type
+        cast = torch.is_autocast_enabled(type_), torch.get_autocast_dtype(type_)
+        drawn = None  # a generator that is captured into a graph has no state to keep
+        if type_ != "cuda" or not torch.cuda.is_current_stream_capturing():
+            drawn = torch.get_rng_state(), *get_device_states(q)
         with torch.no_grad():
-            return self.function(q, k, v, work), ()
+            return self.function(q, k, v, work), (cast, drawn)
 
     def backward(self, grad, q, k, v, o, saved, work):
-        leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v, *work.per_head)]
+        type_, ((casts, dtype), drawn) = q.device.type, saved
+        given = (q, k, v, *work.per_head)
+        leaves = [one.detach().requires_grad_(one.is_floating_point()) for one in given]
         changed = AttentionWork(**{**vars(work), "per_head": tuple(leaves[3:])})
-        with torch.enable_grad():
+        devices = [q.device] if type_ == "cuda" else []
+        with contextlib.ExitStack() as restored:
+            if drawn is not None:
+                restored.enter_context(torch.random.fork_rng(devices))
+                torch.set_rng_state(drawn[0])
+                set_device_states(*drawn[1:])
+            restored.enter_context(torch.autocast(type_, dtype, casts))
+            restored.enter_context(torch.enable_grad())
             again = self.function(*leaves[:3], changed)
-        found = torch.autograd.grad(again, leaves, grad, allow_unused=True)
-        pairs = zip(leaves, found, strict=True)
-        return tuple(torch.zeros_like(leaf) if got is None else got for leaf, got in pairs)
+        self._check_reads(again, leaves)
+        asked = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(again, asked, grad, allow_unused=True))
+        grads = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        return tuple(
+            torch.zeros_like(leaf) if got is None else got
+            for leaf, got in zip(leaves, grads, strict=True)
+        )
+
+    def _check_reads(self, output: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
+        """Raises RuntimeError if the output depends on another tensor that requires grad, which would get none."""
+        known, seen, open_ = {id(leaf) for leaf in leaves}, set(), [output.grad_fn]
+        while open_:
+            node = open_.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) not in known:
+                raise RuntimeError(
+                    f"{self.name} reads a tensor of shape {tuple(variable.shape)} that requires grad and is not among its "
+                    "arguments, so it would get no gradient: pass it in per_head, or detach it"
+                )
+            open_ += [before for before, _ in node.next_functions]
 
 
 class BuiltInKernel(AttentionKernel):

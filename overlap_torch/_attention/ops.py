@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._attention.call import Attention
-from overlap_torch._attention.kernels import Form
+from overlap_torch._attention.kernels import AttentionKernel, Form
 from overlap_torch._attention.work import Problem, share_of
 from overlap_torch._ops.eager import is_seen
 from overlap_torch._ops.group import group_rank
@@ -145,11 +145,11 @@ def _how(attention: Attention) -> tuple:
     return arguments(attention.problem, attention.kernel, attention.scale, attention.group, *by)
 
 
-def call(attention: Attention, q, k, v, *per_head) -> torch.Tensor:
-    """The output. A built-in kernel is called as an operator only if somebody has to see it: the dispatcher's way through Python
+def call(attention: Attention, q, k, v, *per_head, kernel=None) -> torch.Tensor:
+    """The output, by a caller's ``kernel`` if the attention has not one that is built in. A built-in kernel is called as an operator only if somebody has to see it: the dispatcher's way through Python
     is long."""
     if not attention.is_built_in or attention.keeps and not is_seen(q, k, v):
-        found = ContextParallelAttention.apply(attention, q, k, v, *per_head)
+        found = ContextParallelAttention.apply(attention, kernel, q, k, v, *per_head)
         return found[0] if attention.kept else found
     if is_seen(q, k, v):
         return _ops.context_parallel_attention(q, k, v, *_how(attention))[0]
@@ -172,10 +172,10 @@ class ContextParallelAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, attention: Attention, q, k, v, *per_head):
+    def forward(ctx, attention: Attention, kernel: AttentionKernel | None, q, k, v, *per_head):
         with _quietly(attention):
-            o, kept, ctx.saved = attention.forward(q, k, v, per_head)
-        ctx.attention, tensors = attention, kept
+            o, kept, ctx.saved = attention.forward(q, k, v, per_head, kernel)
+        ctx.attention, ctx.kernel, tensors = attention, kernel, kept
         if attention.is_built_in:
             tensors, ctx.saved = [*kept, *(one for each in ctx.saved for one in each)], ()
         ctx.save_for_backward(*attention.wanted(q, k, v, o), *per_head, *tensors)
@@ -184,9 +184,9 @@ class ContextParallelAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_):
-        attention, more = ctx.attention, len(ctx.needs_input_grad) - 4
+        attention, more = ctx.attention, len(ctx.needs_input_grad) - 5
         if grad is None:
-            return (None,) * (4 + more)
+            return (None,) * (5 + more)
         q, k, v, o, *tensors = ctx.saved_tensors
         per_head, kept = tensors[:more], tensors[more : more + attention.kept]
         if attention.is_built_in and is_seen(grad):
@@ -197,11 +197,11 @@ class ContextParallelAttention(torch.autograd.Function):
             if attention.is_built_in:
                 saved = attention.saved_of(tensors[attention.kept :])
             with _quietly(attention):
-                found = attention.backward(grad, q, k, v, o, kept, saved, per_head)
+                found = attention.backward(grad, q, k, v, o, kept, saved, per_head, ctx.kernel)
                 found = (*found[:3], *map(attention.whole, per_head, found[3:]))
         if torch.is_grad_enabled():  # create_graph
             found = _FirstOrder.apply(kept[-1] if kept else o, *found)
-        return None, *found
+        return None, None, *found
 
 
 class _FirstOrder(torch.autograd.Function):

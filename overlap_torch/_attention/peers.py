@@ -191,7 +191,7 @@ def dense(tensor: torch.Tensor) -> tuple[torch.Tensor, Strides]:
 
 def _table(rows: Sequence[Sequence[int]], columns: int) -> torch.Tensor:
     """Rows of numbers as PeerCopies reads them."""
-    return torch.tensor(rows, dtype=torch.int64).view(-1, columns)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, columns)
 
 
 _PUSHED, _COPIED = 10, 8  # columns
@@ -390,6 +390,13 @@ class PeerExchange:
         """A chunk's operands [B, rows, heads, D] of all ranks, in order of positions; the stream waits for them."""
         self.copies.await_(c)
         return operands_of(self.route, self.rank, c, self.slot)
+
+    def owned(self, kept: object) -> object:
+        """A thing that a caller's kernel keeps, copied if it lies in the slot."""
+        if not isinstance(kept, torch.Tensor) or kept.device != self.slot.device:
+            return kept
+        at = kept.data_ptr() - self.slot.data_ptr()
+        return kept.clone() if 0 <= at < self.slot.nbytes else kept
 
     def send_home(self, c: int, *tensors: torch.Tensor) -> None:
         """Begins to send a chunk's results [B, rows, heads, D], a tensor for each kind that returns, to the ranks whose rows they are."""

@@ -92,13 +92,20 @@ def _longest(ends: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _kept_on_device(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *ends], dtype=torch.int32, device=device)
+    with torch.inference_mode(False):
+        return torch.tensor([0, *ends], dtype=torch.int32, device=device)
+
+
+_of_graphs: dict[tuple, torch.Tensor] = {}  # CUDA graphs read them as long as the process lives
 
 
 def _on_device(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
     if torch._C._len_torch_dispatch_stack() > 0:  # a compiler's fakes are not kept
         return _kept_on_device.__wrapped__(ends, device)
-    return _kept_on_device(ends, device)
+    kept = _kept_on_device(ends, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _of_graphs[ends, device] = kept
+    return kept
 
 
 class Rows(NamedTuple):

@@ -152,7 +152,7 @@ def _read(mask_mod: Callable, own: int, group: str) -> dict[str, Any]:
     order = _variables(rewritten["qkv_idx_restore"])["qkv_rearrange_indices"]
     tokens = "contiguous" if order is None else "zigzag"
     if order is not None:
-        chunks = torch.arange(ranks * own).view(2 * ranks, -1)
+        chunks = torch.arange(ranks * own, device="cpu").view(2 * ranks, -1)
         zigzag = [chunks[at] for pair in range(ranks) for at in (pair, 2 * ranks - 1 - pair)]
         if order.shape[0] != 1 or not torch.equal(order[0].cpu(), torch.cat(zigzag)):
             _refuse("a load balancer other than headtail", 'set it to "headtail" or None')

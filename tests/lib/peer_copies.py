@@ -17,7 +17,7 @@ class GlooCopies:
     """The calls of PeerCopies over the default group. Ranks meet in every push."""
 
     def __init__(self, like: torch.Tensor, group: str, bytes_: int, steps: int, text: str):
-        self.memory = torch.full((bytes_,), POISON, dtype=torch.uint8)
+        self.memory = torch.full((bytes_,), POISON, dtype=torch.uint8, device="cpu")
         self.steps, self.text, self.open = steps, text, True
         self.pending: dict[int, list[tuple[int, int, list[bytes]]]] = {}
 

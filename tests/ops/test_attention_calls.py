@@ -1,6 +1,7 @@
 """Calls of an attention over ranks: what is sent and kept, head parts, callers' kernels, positions, compilers, errors."""
 
 import contextlib
+import functools
 import gc
 import itertools
 import random
@@ -209,6 +210,120 @@ def test_attention_by_callers_kernels_is_the_whole_sequences(failures: Failures)
                 failures.near(mine, value, kernel, parts, at, rtol=0.0, atol=1e-12)
 
 
+def scaled(q, k, v, work, by=None):
+    """A caller's kernel without a mask; ``by``: a factor of the scores."""
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * work.scale
+    scores = scores if by is None else scores * by
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+
+
+class Called:
+    """An object that is called as a function."""
+
+    def __call__(self, *given):
+        return scaled(*given)
+
+
+def dropped(q, k, v, work):
+    return scaled(q, k, torch.nn.functional.dropout(v, 0.5), work)
+
+
+class Keeps(Plain):
+    """A kernel that keeps what it was lent."""
+
+    def forward(self, q, k, v, work):
+        o, saved = super().forward(q, k, v, work)
+        return o, (saved, {"k": k, "v": v})
+
+    def backward(self, grad, q, k, v, o, saved, work):
+        saved, lent = saved
+        assert torch.equal(lent["k"], k) and torch.equal(lent["v"], v)
+        return super().backward(grad, q, lent["k"], lent["v"], o, saved, work)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_attention_takes_functions_of_all_kinds(failures: Failures) -> None:
+    """A partial, an object and a lambda are the function on all ranks; none of them is kept."""
+    right = attend(*operands((4, 8), (4, 8), (4, 8)), kernel=scaled)
+    for kernel in (functools.partial(scaled, by=1.0), Called(), lambda *given: scaled(*given)):
+        found = attend(*operands((4, 8), (4, 8), (4, 8)), kernel=kernel)
+        failures.expect_equal([found], [right], kernel)
+    gone = []
+    for kernel in (Called(), Plain()):
+        attend(*operands((4, 8), (4, 8), (4, 8)), kernel=kernel).sum().backward()
+        gone.append(weakref.ref(kernel))
+    del kernel
+    gc.collect()
+    failures.equal([each() for each in gone], [None, None], "kept")
+
+
+@pytest.mark.ranks((1, "gloo"))
+def test_attention_calls_a_function_again_as_it_was_called(failures: Failures) -> None:
+    """Backward has the random numbers and the autocast of forward, and leaves the generator as it is."""
+    own = operands((4, 8), (4, 8), (4, 8))
+    torch.manual_seed(5)
+    output = attend(*own, kernel=dropped)
+    after = torch.get_rng_state()
+    mine = torch.autograd.grad(output.square().sum(), own)
+    failures.expect_equal([torch.get_rng_state()], [after], "generator")
+    torch.manual_seed(5)
+    again = dropped(*own, mock.Mock(scale=8**-0.5))
+    right = torch.autograd.grad(again.square().sum(), own)
+    for at, pair in enumerate(zip((output, *mine), (again, *right), strict=True)):
+        failures.near(*pair, at, rtol=0.0, atol=1e-12)
+    own = operands((4, 8), (4, 8), (4, 8), dtype=torch.float32)
+    factor = torch.full((4, 1, 1), 0.5, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = attend(
+            *own, kernel=lambda *given: scaled(*given, by=given[3].per_head[0]), per_head=[factor]
+        )
+    output.float().sum().backward()
+    failures.equal(output.dtype, torch.bfloat16, "autocast")
+    failures.equal(factor.grad.dtype, torch.float32, "gradient")
+
+
+@pytest.mark.ranks((1, "gloo"))
+def test_attention_refuses_gradients_that_would_be_lost(failures: Failures) -> None:
+    """A tensor that a function reads past its arguments; gradients of a kernel that are none, or too few."""
+
+    class Wrong(Plain):
+        def __init__(self, grads):
+            self.grads = grads
+
+        def backward(self, *given):
+            return self.grads(super().backward(*given))
+
+    hidden = torch.ones((), dtype=torch.float64, requires_grad=True)
+    cases = [
+        ("is not among its arguments", lambda *given: scaled(*given, by=hidden * 2)),
+        ("returned gradients of the shapes", Wrong(lambda grads: None)),
+        ("returned gradients of the shapes", Wrong(lambda grads: grads[:2])),
+        ("returned gradients of the shapes", Wrong(lambda grads: (*grads[:2], None))),
+    ]
+    for said, kernel in cases:
+        output = attend(*operands((4, 8), (4, 8), (4, 8)), kernel=kernel)
+        failures.says(message_of(output.sum().backward), (said,), said)
+    whole = torch.arange(4).reshape(4, 1, 1)  # no gradient
+    own = operands((4, 8), (4, 8), (4, 8))
+    kernel = lambda *given: scaled(*given, by=given[3].per_head[0])  # noqa: E731
+    attend(*own, kernel=kernel, per_head=[whole]).sum().backward()
+    failures.equal([one.grad is None for one in own], [False] * 3, "integers")
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_attention_over_peers_lends_slots(failures: Failures) -> None:
+    """A kernel that keeps what it was lent has it in backward; tables lie on the CPU under any default device."""
+    for parts in (1, 2):
+        found = []
+        for kernel in (Keeps(), Plain()):
+            own = operands((8, 8), (8, 8), (8, 8), tokens=6)
+            with over_peers(), torch.device("meta"):
+                output = attend(*own, kernel=kernel, head_parts=parts, transport="peer", chunks=2)
+            with over_peers():
+                found.append([output, *torch.autograd.grad(output.square().sum(), own)])
+        failures.expect_equal(*found, parts)
+
+
 @pytest.mark.ranks((1, "gloo"), (3, "gloo"))
 def test_attention_cuts_tokens_and_positions_alike(failures: Failures) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -224,6 +339,22 @@ def test_attention_cuts_tokens_and_positions_alike(failures: Failures) -> None:
         failures.equal(overlap_torch.token_positions(total, tokens).tolist(), right, tokens)
         cut = overlap_torch.cut_tokens(whole, 1, tokens)
         failures.expect(difference(cut, whole[:, right]), tokens)
+        compiled = torch.compile(overlap_torch.cut_tokens, backend="eager", fullgraph=True)
+        failures.expect(difference(compiled(whole, 1, tokens), cut), "compiled", tokens)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_attention_compiles_for_documents_that_change(failures: Failures) -> None:
+    def function(q, documents):
+        return attend(q, q, q, causal=True, documents=documents)
+
+    (q,) = operands((4, 8), dtype=torch.float32)
+    for dynamic in (None, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for lengths in ([3, 5], [2, 6], [1, 3, 4]):
+            documents = Documents(lengths)
+            failures.expect_equal([compiled(q, documents)], [function(q, documents)], lengths)
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
