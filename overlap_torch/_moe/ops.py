@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from overlap_torch._ops.collectives import all_to_all
+from overlap_torch._ops.collectives import all_to_all, start_all_gather, wait
 from overlap_torch._ops.composition import accumulated
 from overlap_torch._ops.group import group_rank, process_group
 
@@ -233,13 +233,15 @@ def dispatch(
 
 
 def _with_room(source: torch.Tensor, max_rows: int, group: str) -> torch.Tensor:
-    """Raises RuntimeError if there are more rows."""
+    """Raises RuntimeError on all ranks if one of them has more rows."""
     rows = source.shape[0]
-    if rows > max_rows:
-        raise RuntimeError(
-            f"overlap_torch: group '{group}', rank {group_rank(group)}: its experts got {rows} rows, more than max_rows={max_rows}. Give "
-            "room for the most that may come, or leave max_rows out."
-        )
+    counts = wait(start_all_gather(source.new_tensor([rows]), group)).tolist()
+    for rank, came in enumerate(counts):
+        if came > max_rows:
+            raise RuntimeError(
+                f"overlap_torch: group '{group}', rank {rank}: its experts got {came} rows, more than max_rows={max_rows}. Give "
+                "room for the most that may come, or leave max_rows out."
+            )
     return torch.cat([source, source.new_full((max_rows - rows,), -1)])
 
 

@@ -307,6 +307,9 @@ def test_moe_errors_come_before_anything_is_sent(failures: Failures) -> None:
             failures.expect(None if right else f"{error!r}", text)
     limits = {"max_tokens": 9, "max_rows": 1, "transport": "nccl"}
     failures.raises("more than max_rows=1.", overlap_torch.moe, *operands(False), **limits)
+    x, ids, *others = operands(False)  # all rows to the first rank, and none to the others
+    given = (x, torch.zeros_like(ids), *others)
+    failures.raises("rank 0: its experts got", overlap_torch.moe, *given, **limits)
     rows, route = overlap_torch.moe_dispatch(*operands(False)[:2], num_experts=4)
     message = message_of(overlap_torch.moe_combine, torch.cat([rows, rows[:1]]), route)
     if rows.shape[0] > 0:
