@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import triton.language as tl
@@ -22,7 +23,8 @@ class Alignment:
     """A kernel's source before and after.
 
     ``tables`` are the names of the first parameters: order, chunks, and counters or flags. ``never`` are the parameters
-    that must be false, with their lines. ``ot`` is the name of :mod:`overlap_torch.triton`.
+    that must be false, ``called`` those that are called, with their lines. ``in_order``: a turn of the loop over tiles reads
+    what an earlier one left, so programs keep their tiles. ``ot`` is the name of :mod:`overlap_torch.triton`.
     """
 
     before: Source
@@ -32,6 +34,8 @@ class Alignment:
     tile: str
     tables: tuple[str, str, str]
     never: dict[str, int]
+    called: dict[str, int]
+    in_order: bool
     store_line: int
     ot: types.ModuleType
 
@@ -62,33 +66,59 @@ def align(source: Source, output: str, input: str | None, ot: types.ModuleType) 
     return _Pass(source, output, input, ot).alignment()
 
 
+def asking(source: Source, seen: set[object]) -> Iterator[tuple[ast.Call, str]]:
+    """A function's calls of others that ask for tl.program_id, also deeper down, and their names."""
+    for node in ast.walk(source.tree):
+        function = isinstance(node, ast.Call) and function_of(source.meaning(node.func))
+        if not function or function in seen or function.__module__.startswith("triton."):
+            continue
+        seen.add(function)
+        inner = Source.of(function)
+        if inner.calls(tl.program_id):
+            yield node, inner.name
+        for _, name in asking(inner, seen):
+            yield node, name
+
+
 class _Edits:
     """Changes of a text at places that the syntax tree names."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._lines = [line.encode() for line in source.text.splitlines()]
-        self._replaced: list[tuple[int, int, int, int, str]] = []
+        self._replaced: list[tuple[int, int, int, int, int, str]] = []
         self._inserted: dict[int, list[str]] = {}
 
     def replace(self, node: ast.AST, text: str) -> None:
         place = (node.lineno - 1, node.col_offset, node.end_lineno - 1, node.end_col_offset)
-        self._replaced.append((*place, text))
+        self._put(*place, text)
 
     def before(self, node: ast.AST, text: str) -> None:
-        self._replaced.append(
-            (node.lineno - 1, node.col_offset, node.lineno - 1, node.col_offset, text)
-        )
+        place = (node.lineno - 1, node.col_offset)
+        self._put(*place, *place, text)
+
+    def _put(self, first: int, begin: int, last: int, end: int, text: str) -> None:
+        # Texts at one place stay in the order in which they came.
+        self._replaced.append((first, begin, last, end, len(self._replaced), text))
 
     def insert(self, node: ast.stmt, text: str, after: bool = False) -> None:
-        """Puts a line before or after a statement."""
-        place = node.end_lineno if after else node.lineno - 1
-        self._inserted.setdefault(place, []).append(" " * node.col_offset + text)
+        """Puts a line before or after a statement, or beside it where it shares its line with another one."""
+        first, last = self._lines[node.lineno - 1], self._lines[node.end_lineno - 1]
+        indent, rest = first[: node.col_offset], last[node.end_col_offset :].strip()
+        if after and rest and not rest.startswith(b"#"):
+            end = node.end_col_offset
+            self._put(node.end_lineno - 1, end, node.end_lineno - 1, end, f"; {text}")
+        elif not after and indent.strip():
+            self.before(node, f"{text}; ")
+        else:
+            start = first[: len(first) - len(first.lstrip())].decode()
+            place = node.end_lineno if after else node.lineno - 1
+            self._inserted.setdefault(place, []).append(start + text)
 
     def applied(self) -> tuple[str, list[int]]:
         """The new text, and the line of the file of each of its lines."""
         lines = list(self._lines)
-        for first, begin, last, end, text in sorted(self._replaced, reverse=True):
+        for first, begin, last, end, _, text in sorted(self._replaced, reverse=True):
             joined = lines[first][:begin] + text.encode() + lines[last][end:]
             # The lines between stay as empty ones, so that the others keep their numbers.
             lines[first : last + 1] = [joined] + [b""] * (last - first)
@@ -122,6 +152,8 @@ class _Pass:
         known = source.names.get("ot") is ot and "ot" not in source.locals
         self.ot = "ot" if known else self._fresh("ot", source.names)
         self.never: dict[str, int] = {}
+        self.called: dict[str, int] = {}
+        self.in_order = False
 
     def _fresh(self, name: str, taken: dict[str, object] | None = None) -> str:
         names, number = self._used | set(taken or ()), 0
@@ -171,7 +203,11 @@ class _Pass:
         self.edits.before(first, ", ".join(self.tables) + ", ")
         text, lines = self.edits.applied()
         names = self.source.names | {self.ot: self.module}
-        after = Source(self.source.name, self.source.file, text, lines, names)
+        try:
+            after = Source(self.source.name, self.source.file, text, lines, names)
+            ast.parse(text)
+        except SyntaxError:
+            self._refuse(self.tree, "its statements are written in a form that cannot be changed")
         line = self.source.line_of(max(followed.stores.values(), key=lambda call: call.lineno))
         return Alignment(
             before=self.source,
@@ -181,29 +217,25 @@ class _Pass:
             tile=self.tile,
             tables=self.tables,
             never=self.never,
+            called=self.called,
+            in_order=self.in_order,
             store_line=line,
             ot=self.module,
         )
 
     def _look_into_functions(self) -> None:
-        """Checks that no function that the kernel calls reads the program's number."""
-        seen: set[object] = set()
-
-        def look(source: Source, call: ast.AST | None) -> None:
-            for node in ast.walk(source.tree):
-                function = isinstance(node, ast.Call) and function_of(source.meaning(node.func))
-                if not function or function in seen or function.__module__.startswith("triton."):
-                    continue
-                seen.add(function)
-                inner = Source.of(function)
-                at = call or node
-                if inner.calls(tl.program_id):
-                    self._refuse(
-                        at, f"{inner.name}, which is called here, asks for tl.program_id itself"
-                    )
-                look(inner, at)
-
-        look(self.source, None)
+        """Checks that no function that the kernel calls reads the program's number; those among its arguments are looked into at
+        a launch."""
+        for call, name in asking(self.source, set()):
+            self._refuse(call, f"{name}, which is called here, asks for tl.program_id itself")
+        for node in ast.walk(self.tree):
+            name = (
+                node.func.id
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+                else None
+            )
+            if name in self.source.parameters:
+                self.called[name] = self.source.line_of(node)
 
     # --- where a program's number becomes a tile ------------------------------------------------------------------
 
@@ -274,11 +306,32 @@ class _Pass:
         for call in self._numbers():
             if self._axis(call):
                 self._refuse(call, "there is a loop over tiles, and the grid has another axis")
-        if fors:
-            self._for(fors[0], raw)
-            return fors[0]
-        self._while(*whiles[0])
-        return whiles[0][0]
+        loop = fors[0] if fors else whiles[0][0]
+        counts = self._for(loop, raw) if fors else self._while(*whiles[0])
+        self.in_order = self._carries(loop, raw, counts)
+        return loop
+
+    def _carries(self, loop: ast.For | ast.While, raw: set[str], counts: set[str]) -> bool:
+        """True if a turn reads what an earlier turn left, or the program's number, other than by the counters."""
+        inside = set(map(id, statements(loop.body)))
+        outside = [
+            one for one in statements(self.tree.body) if id(one) not in inside and one is not loop
+        ]
+        asks = {id(call) for call in self._numbers()}
+        before, numbers = set(self.source.parameters), set(raw)
+        for statement in outside:
+            made = _names(statement, ast.Store)
+            before |= made
+            if made and (
+                _names(statement, ast.Load) & numbers
+                or any(id(one) in asks for one in ast.walk(statement))
+            ):
+                numbers |= made
+        body = [*loop.body, loop.test] if isinstance(loop, ast.While) else loop.body
+        read = set().union(*(_names(one, ast.Load) for one in body))
+        left = before & set().union(*(_names(one, ast.Store) for one in loop.body))
+        called = any(id(one) in asks for part in loop.body for one in ast.walk(part))
+        return called or bool(read & (numbers | left) - counts)
 
     def _begins_at(self, node: ast.For, raw: set[str]) -> bool:
         """True for ``for tile in range(pid, tiles, programs)``."""
@@ -302,7 +355,8 @@ class _Pass:
                     return name, step
         return None, None
 
-    def _for(self, loop: ast.For, raw: set[str]) -> None:
+    def _for(self, loop: ast.For, raw: set[str]) -> set[str]:
+        """The names of its counters."""
         self._keywords(loop)
         name, step = loop.target.id, ast.dump(loop.iter.args[2])
         self._insert_first(loop, f"{self.tile} = {self.ot}.tile({self.tables[0]}, {name})")
@@ -318,14 +372,17 @@ class _Pass:
         counts = {count for count, by in added if count in trailing and ast.dump(by) == step}
         for node in self._reads(loop.body, counts):
             self.edits.replace(node, f"{self.ot}.tile({self.tables[0]}, {node.id})")
+        return {name, *counts}
 
-    def _while(self, loop: ast.While, step: ast.stmt) -> None:
+    def _while(self, loop: ast.While, step: ast.stmt) -> set[str]:
+        """The name of its counter."""
         name = self._added(step)[0]
         self._insert_first(loop, f"{self.tile} = {self.ot}.tile({self.tables[0]}, {name})")
         for node in self._reads(loop.body, {name}):
             if node.lineno > step.end_lineno:
                 self._refuse(node, f"{name} is read after it was increased")
             self.edits.replace(node, self.tile)
+        return {name}
 
     def _reads(self, body: list[ast.stmt], names: set[str]) -> list[ast.Name]:
         """The places that read one of the names, except to increase it."""
@@ -380,3 +437,12 @@ class _Pass:
         if first.lineno == scope.lineno:
             self._refuse(first, "the loop's body is on the loop's own line")
         self.edits.insert(first, text)
+
+
+def _names(node: ast.AST, context: type) -> set[str]:
+    """The names that are read or, with ast.Store, assigned in a node."""
+    return {
+        one.id
+        for one in ast.walk(node)
+        if isinstance(one, ast.Name) and isinstance(one.ctx, context)
+    }

@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import linecache
+import math
 import types
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ import triton.language as tl
 from triton.runtime import Autotuner, Heuristics
 
 from overlap_torch._kernels import probe as _probe
-from overlap_torch._kernels.align import align, by_hand
+from overlap_torch._kernels.align import align, asking, by_hand
 from overlap_torch._kernels.follow import Source, Unfollowed, function_of
 from overlap_torch._kernels.job import Job, entered
 from overlap_torch._kernels.proof import Mismatch, prove
@@ -47,6 +48,7 @@ class Aligned:
             raise ValueError(self._refusal(str(error))) from None
         self._names = list(inner.arg_names)
         self._places = {name: place for place, name in enumerate(self._names)}
+        self._decides = kernel is not inner  # decorators read any argument
 
     def _refusal(self, why: str) -> str:
         place, _, reason = why.partition(": ")
@@ -78,9 +80,16 @@ class Aligned:
         self._check_operands(job, args, kwargs)
         if not job._prepared.signals or (job._prepared.stores and job._debug is None):
             return self._kernel[grid](*args, **kwargs)
-        values = [one if type(one) in _PLAIN else _key(one) for one in (*args, *kwargs.values())]
-        given = None if callable(grid) else tuple(grid)
-        key = (self, job._debug is None, given, len(args), *kwargs, *values)
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        self._check_aliases(job, given)
+        all_ = callable(grid) or self._decides
+        values = [
+            (one if all_ or name in self._probe.constants else type(one))
+            if type(one) in _PLAIN
+            else _key(one)
+            for name, one in given.items()
+        ]
+        key = (self, job._debug is None, None if callable(grid) else tuple(grid), *given, *values)
         known = job._prepared.aligned
         inner, chain = known.get(key) or (None, None)
         if inner is None:
@@ -152,7 +161,8 @@ class Aligned:
                 continue
             proven.append(config)
             place = tuple([recorder.meta.get(name) for name in varying])
-            tables[place] = (*results[key], recorder.grid)
+            read = {name: recorder.meta.get(name) for name in constants}
+            tables[place] = (*results[key], recorder.grid, read)
         if not proven:
             raise ValueError(self._none_fits(what, refused))
         inner = _Inner(self._jitted, varying, tables)
@@ -166,7 +176,7 @@ class Aligned:
                 place = f"{self._alignment.before.file}:{line}"
                 why = f"{name} is {recorder.meta[name]!r} there, which neither waits nor signals allow; pass False"
                 raise ValueError(self._refusal(f"{place}: {why}"))
-        self._check_aliases(job, recorder.meta)
+        self._check_called(recorder.meta)
         output, stored = (
             self._argument(self._output, (), recorder.meta),
             recorder.meta[self._output],
@@ -180,11 +190,22 @@ class Aligned:
             self._probing[recorder.grid](*first, **recorder.meta | {self._output: place})
 
         try:
-            return prove(job, probe, output, self._input)
+            programs = math.prod(recorder.grid)
+            return prove(job, probe, output, self._input, programs, self._alignment.in_order)
         except Mismatch as error:
             return error
         except triton.OutOfResources as error:
             return Mismatch(f"the run that looks for its tiles does not fit: {error}")
+
+    def _check_called(self, given: dict[str, object]) -> None:
+        """No function among the arguments asks for the program's number."""
+        for name, line in self._alignment.called.items():
+            function = function_of(_value(given.get(name)))
+            source = None if function is None else Source.of(function)
+            if source and (source.calls(tl.program_id) or next(asking(source, set()), None)):
+                place = f"{self._alignment.before.file}:{line}"
+                why = f"{name}, which is called here, is {source.name}, which asks for tl.program_id itself"
+                raise ValueError(self._refusal(f"{place}: {why}"))
 
     def _check_aliases(self, job: Job, given: dict[str, object]) -> None:
         """Only the followed argument may point to the job's matrix."""
@@ -229,7 +250,13 @@ class _Inner:
 
     def run(self, *args: object, grid: object, warmup: bool, **kwargs: object) -> object:
         place = tuple([kwargs.get(name) for name in self._varying])
-        order, chunks, proven = self._tables[place]
+        order, chunks, proven, read = self._tables[place]
+        for name, value in read.items():
+            if type(value) in _PLAIN and kwargs.get(name, value) != value:
+                raise ValueError(
+                    f"{name} is {kwargs[name]!r}, and was {value!r} in the first launch with the same arguments: let "
+                    "triton.heuristics depend on these only"
+                )
         if callable(grid):
             grid = functools.partial(_as_proven, grid, proven)
         return self.fn.run(order, chunks, self.counters, *args, grid=grid, warmup=warmup, **kwargs)
@@ -300,6 +327,10 @@ def _chain(kernel: object, inner: object, configs: list[object] | None) -> objec
         made.__class__ = _Tuner
         made.configs, made.cache = configs, {}
     return made
+
+
+def _value(given: object) -> object:
+    return given.value if isinstance(given, tl.constexpr) else given
 
 
 def _key(value: object) -> object:

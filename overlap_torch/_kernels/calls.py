@@ -118,7 +118,7 @@ def produce(
     resources = _resources_of(resources, plan)
     key = (
         collective, tuple(shape), dtype, tile, chunks, tile_order, _code(plan), kernel_us,
-        None if send_rows is None else tuple(send_rows), None if recv_rows is None else tuple(recv_rows), resources,
+        None if send_rows is None else tuple(map(int, send_rows)), None if recv_rows is None else tuple(map(int, recv_rows)), resources,
         device, torch.cuda.current_device() if torch.cuda.is_initialized() else -1, name, signals,
     )  # fmt: skip
     prepared = _found(key)

@@ -39,8 +39,8 @@ def take(tile_order, index, tiles):
 
 @triton.jit
 def count(counters, tile, tiles):
-    """A signal or a wait of the tile."""
-    tl.atomic_add(counters + tile, 1, mask=tile < tiles)
+    """A signal or a wait of the tile; those of no tile are counted together."""
+    tl.atomic_add(counters + tl.minimum(tile, tiles), 1)
 
 
 @triton.jit
@@ -102,7 +102,8 @@ def probe(alignment: Alignment) -> Probe:
     """Raises Unfollowed: the place of a tile depends on memory."""
     made = _Slice(alignment.after, alignment, alignment.tile, "_probe")
     tree = made.function()
-    tree.args.args = [ast.arg(name) for name in CONTEXT] + tree.args.args
+    tree.args.args = [*map(ast.arg, CONTEXT), *tree.args.posonlyargs, *tree.args.args]
+    tree.args.posonlyargs = []
     return Probe(made.emit(tree), frozenset(made.needed))
 
 
@@ -168,24 +169,28 @@ class _Slice:
                 yield self._helper(call, function)
 
     def _stored(self, call: ast.Call) -> ast.stmt:
-        keywords = [one for one in call.keywords if one.arg != "value"]
+        keywords = [one for one in call.keywords if one.arg not in ("value", "pointer", "offsets")]
         if self.source.meaning(call.func) is tl.store:
             value = ast.BinOp(_name(self.tile), ast.Add(), ast.Constant(1))
         else:
             value = _expression("_probe_block", call.func.value, _name(self.tile)).value
-        return ast.Expr(ast.Call(call.func, [call.args[0], value, *call.args[2:]], keywords))
+        place = _given(call, "pointer", "offsets")
+        return ast.Expr(ast.Call(call.func, [place, value, *call.args[2:]], keywords))
 
     def _loaded(self, call: ast.Call) -> ast.stmt:
         end = [_name(_ROWS), _name(self.tile), _name(_TILES)]
         if self.source.meaning(call.func) is not tl.load:
-            places = call.args[0]
+            places = _given(call, "offsets")
             if not isinstance(places, ast.List | ast.Tuple):
                 raise Unfollowed(self.source, call, "the place of this load is no list of numbers")
             return _expression("_probe_load_block", call.func.value, places.elts[0], *end)
         given = {one.arg: one.value for one in call.keywords}
         mask = call.args[1] if len(call.args) > 1 else given.get("mask", ast.Constant(True))
-        pointer = call.args[0] if call.args else given["pointer"]
-        return _expression("_probe_load", pointer, mask, _name(_INPUT), _name(_COLUMNS), *end)
+        if isinstance(mask, ast.Constant) and mask.value is None:
+            mask = ast.Constant(True)
+        return _expression(
+            "_probe_load", _given(call, "pointer"), mask, _name(_INPUT), _name(_COLUMNS), *end
+        )
 
     def _helper(self, call: ast.Call, function: object) -> ast.stmt:
         """A call of the called function's slice, with the arguments that the slice needs."""
@@ -204,10 +209,13 @@ class _Slice:
         defaults = dict(
             zip(callee.parameters[::-1], [*callee.tree.args.defaults][::-1], strict=False)
         )
+        # Arguments that are given come first; defaults are of the names of the callee's own module.
+        kept.sort(key=lambda one: one.arg not in given)
         args = [ast.arg(one) for one in (_TILE, *CONTEXT)] + kept
-        tree.args = ast.arguments([], args, kwonlyargs=[], kw_defaults=[], defaults=[])
+        own = [defaults[one.arg] for one in kept if one.arg not in given]
+        tree.args = ast.arguments([], args, kwonlyargs=[], kw_defaults=[], defaults=own)
         self.inner.append(made.emit(tree))
-        arguments = [given.get(one.arg, defaults.get(one.arg)) for one in kept]
+        arguments = [given[one.arg] for one in kept if one.arg in given]
         return _expression(name, _name(self.tile), *map(_name, CONTEXT), *arguments)
 
     # --- what they need -------------------------------------------------------------------------------------------
@@ -306,6 +314,13 @@ def _own_calls(statement: ast.stmt) -> Iterator[ast.Call]:
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and id(node) not in skipped:
             yield node
+
+
+def _given(call: ast.Call, *names: str) -> ast.expr:
+    """The first argument, by place or by one of the names."""
+    return (
+        call.args[0] if call.args else next(one.value for one in call.keywords if one.arg in names)
+    )
 
 
 def _name(name: str) -> ast.Name:

@@ -14,11 +14,17 @@ class Mismatch(Exception):
 
 
 def prove(
-    job: Job, probe: Callable[..., None], output: torch.Tensor, input: str | None
+    job: Job,
+    probe: Callable[..., None],
+    output: torch.Tensor,
+    input: str | None,
+    programs: int,
+    in_order: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order of the kernel's tile numbers, and the chunk of each, as tables for the launch.
+    """The order of the kernel's tile numbers, and the chunk of each, as tables for the launch of so many programs.
 
-    ``probe`` stores each tile's number + 1 into its first argument, and takes the probe's parameters after it.
+    ``probe`` stores each tile's number + 1 into its first argument, and takes the probe's parameters after it. ``in_order``:
+    programs keep their tiles.
 
     Raises:
         Mismatch: a number does not store one whole tile of the job, does not signal it once, or loads other tiles' rows.
@@ -37,15 +43,15 @@ def prove(
     device, tiles = output.device, job.tiles
     identity = torch.arange(tiles, dtype=torch.int32, device=device)
 
-    def probed(order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def probed(order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         owner = torch.zeros(shape, dtype=torch.int32, device=device)
-        counts = torch.zeros(tiles, dtype=torch.int32, device=device)
+        counts = torch.zeros(tiles + 1, dtype=torch.int32, device=device)
         rows = torch.tensor([1 << 30, -1], dtype=torch.int32).repeat(tiles).to(device)
         source = owner if input is None else job.gathered
         probe(owner, tiles, source, source.shape[1], rows, order, identity, counts)
-        return owner, counts, rows
+        return owner, counts[:tiles], rows, int(counts[tiles])
 
-    owner, counts, rows = probed(identity)
+    owner, counts, rows, beyond = probed(identity)
     number_of = _numbers(owner, tile, tiles)
     wrong = (counts != 1).nonzero().flatten()
     if len(wrong):
@@ -53,15 +59,25 @@ def prove(
         raise Mismatch(
             f"program {number} reaches the end of its tile {int(counts[number])} times, not once"
         )
+    if beyond and input is None:
+        raise Mismatch(
+            f"{beyond} of {programs} programs have none of the job's {tiles} tiles, and reach the end of one: give the kernel as many "
+            "programs, or let these return before"
+        )
     if input is not None:
         _own_rows(rows, number_of, tile, shape)
     order = number_of[job.tile_order.long()].contiguous()
-    again, counts, _ = probed(order)
-    if not torch.equal(again, owner) or bool((counts != 1).any()):
+    again, counts, *_ = probed(order)
+    if in_order or not torch.equal(again, owner) or bool((counts != 1).any()):
         order = identity  # its loops go over parts of the numbers, which must stay there
     tile_of = torch.empty_like(number_of)
     tile_of[number_of.long()] = identity
-    return order, job.tile_chunk[tile_of.long()].contiguous()
+    chunks = job.tile_chunk[tile_of.long()].contiguous()
+    if programs <= tiles:
+        return order, chunks
+    # Programs without a tile read numbers that they find to be none.
+    numbers = torch.arange(tiles, programs, dtype=torch.int32, device=device)
+    return torch.cat([order, numbers]), torch.cat([chunks, torch.zeros_like(numbers)])
 
 
 def _numbers(owner: torch.Tensor, tile: tuple[int, int], tiles: int) -> torch.Tensor:

@@ -8,8 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 
 import kernels
+import odd_kernels
 import overlap_torch
 from captures import capture, refill, replayed
 from checks import Failures, message_of
@@ -349,6 +352,66 @@ def test_aligned_refuses_by_file_and_line(failures: Failures) -> None:
         failures.expect(None if said.startswith(place) and named else f"said {said!r}", name)
         line = "ot.wait(arrived" if name in WAITING else "ot.signal(counters"
         failures.says(said, ("Write these lines by hand", "ot.tile(tile_order", line), name)
+
+
+@triton.jit
+def of_another_module(a_ptr, c_ptr, tiles, L: tl.constexpr):
+    """Its helper has a default by a name of the helper's module."""
+    tile = tl.program_id(0)
+    row = tl.load(a_ptr + tile * 32 + tl.arange(0, 32))
+    odd_kernels.put(c_ptr, 2 * row, tile)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_aligned_kernels_of_rare_forms_are_exact(failures: Failures) -> None:
+    """Loops that keep something from turn to turn, more programs than tiles, arguments by keyword, functions as arguments."""
+    ot, _ = kernels.aligned_and_stock()
+    device = rank_device()
+    rows = torch.arange(24 * 32.0, device=device).view(24, 32)
+    forms = [
+        (odd_kernels.prefetched, 5, 5), (odd_kernels.counted_twice, 5, 5), (odd_kernels.first_turn, 5, 5),
+        (odd_kernels.returns, 24, 1), (odd_kernels.returns, 30, 1), (odd_kernels.keywords, 24, 1),
+        (of_another_module, 24, 1), (odd_kernels.by_argument, 24, odd_kernels.twice),
+    ]  # fmt: skip
+    for kernel, programs, last in forms:
+        aligned = ot.aligned(kernel, output="c_ptr")
+        right = torch.empty_like(rows)
+        kernel[(programs,)](rows, right, 24, last)
+        with overlap_torch.produce(
+            "all_reduce", rows.shape, rows.dtype, tile=(1, 32), chunks=3
+        ) as job:
+            job.output.fill_(float("nan"))
+            aligned[(programs,)](rows, job.output, 24, last)
+        expect(failures, f"{aligned.__name__}, {programs}", job.result(), 2 * right)
+
+
+@pytest.mark.ranks((1, "gloo"))
+def test_aligned_looks_at_each_launch(failures: Failures) -> None:
+    """A function among the arguments that reads the program's number, an alias in a later launch, programs that signal no tile; a
+    number that no address needs is no new kind of launch."""
+    ot, _ = kernels.aligned_and_stock()
+    rows = torch.ones(6, 32)
+
+    def launched(kernel, programs, *given, aliased=False):
+        with overlap_torch.produce("all_reduce", rows.shape, rows.dtype, tile=(1, 32)) as job:
+            ot_kernel = kernel if hasattr(kernel, "diff") else ot.aligned(kernel, output="c_ptr")
+            ot_kernel[(programs,)](job.output if aliased else rows, job.output, *given)
+        return len(job._prepared.aligned)
+
+    said = message_of(launched, odd_kernels.by_argument, 6, 6, odd_kernels.by_number)
+    failures.says(
+        said,
+        ("F, which is called here, is by_number, which asks for tl.program_id itself",),
+        "called",
+    )
+    kernel = ot.aligned(odd_kernels.returns, output="c_ptr")
+    before = launched(kernel, 6, 6, 1)
+    failures.equal([launched(kernel, 6, 6, unread) for unread in (2, 3)], [before] * 2, "numbers")
+    failures.says(
+        message_of(launched, kernel, 6, 6, 1, aliased=True), ("a_ptr is the same memory",), "alias"
+    )
+    said = message_of(launched, odd_kernels.masked, 8, 6, 1)
+    failures.says(said, ("2 of 8 programs have none of the job's 6 tiles",), "programs")
 
 
 @pytest.mark.ranks((1, "gloo"))
