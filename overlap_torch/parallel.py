@@ -124,7 +124,8 @@ def is_plain_linear(module: torch.nn.Module) -> bool:
     """True if the module's forward can be replaced; warns, once for each class, of Linear layers for which it cannot."""
     # A subclass has a forward of its own, a parametrized layer has other parameters.
     plain = type(module) is torch.nn.Linear or fp8_recipe(module) is not None
-    if plain and set(module._parameters) == {"weight", "bias"}:
+    own = "forward" in module.__dict__  # as accelerate's hooks
+    if plain and not own and set(module._parameters) == {"weight", "bias"}:
         return True
     if isinstance(module, torch.nn.Linear):  # for other modules everybody expects PyTorch's style
         _warn_of_fallback(module)
@@ -150,6 +151,8 @@ def _warn_of_fallback(module: torch.nn.Linear) -> None:
         why = "it is parametrized"
     elif kind is not torch.nn.Linear:
         why = "it is a subclass of torch.nn.Linear, which may have a forward of its own"
+    elif "forward" in module.__dict__:
+        why = "it was given a forward of its own, as hooks of accelerate do"
     else:
         why = f"its parameters are {', '.join(module._parameters)}, not weight and bias"
     note_fallback(module, f"PyTorch's style: {why}")

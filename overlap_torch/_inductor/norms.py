@@ -128,6 +128,8 @@ def sum_of(total: Node) -> Summed | None:
         nodes.insert(0, nodes[0].args[0])
     if any(len(node.users) != 1 for node in nodes[:-1]):
         return None
+    if len({as_expr(value(node).shape[-1]) if value(node).dim() else None for node in nodes}) > 1:
+        return None  # a norm of parts of the rows
     op = nodes[0]
     if op.target is _ops.gemm_allreduce.default:
         of_op = arguments(op)

@@ -154,6 +154,7 @@ def _emit(
     elif not by_columns and reduction.kind == "sum" and reduction.scatters:
         bias_add = _bias_behind(reduction, columns)
         bias = None if bias_add is None else bias_add.bias
+        rows, columns = cut(products[0].layout)  # views before the addition may have divided them
     if by_columns:  # the product's transpose, whose rows are cut
         left, right, rows, columns = right, left, columns, rows
     order = rows

@@ -19,6 +19,7 @@ from overlap_torch._inductor.editing import (
     describe,
     is_identity,
     is_recast,
+    is_tensor,
     only_moves,
     only_user,
     permutation,
@@ -191,7 +192,7 @@ def _keeps_last_dim(node: Node, user: Node, started: bool) -> bool:
     count = value(node).dim()
     if user.target is aten.slice.Tensor:
         return arguments(user)["dim"] % count != count - 1
-    if not started or value(user).dim() < 2:
+    if not started or not is_tensor(user) or value(user).dim() < 2:
         return False
     if as_expr(value(user).shape[-1]) != as_expr(value(node).shape[-1]):
         return False

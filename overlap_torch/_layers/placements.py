@@ -178,6 +178,8 @@ def add_bias(output: DTensor, bias: torch.Tensor | None) -> DTensor:
         return output
     if not isinstance(bias, DTensor):
         bias = from_local(bias, output.device_mesh, (Replicate(),))
+    if torch.is_autocast_enabled(output.device.type):
+        bias = bias.to(output.dtype)
     return redistribute(output + bias, output.placements)
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from overlap_torch._ops.collectives import all_to_all, start_all_gather, wait
 from overlap_torch._ops.composition import accumulated
+from overlap_torch._ops.graphs import outside_graphs
 from overlap_torch._ops.group import group_rank, process_group
 
 library = torch.library.Library("overlap", "FRAGMENT")
@@ -36,7 +37,8 @@ def define(schema: str):
 
     def registered(kernel):
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-        library.impl(schema.partition("(")[0], kernel, "CompositeExplicitAutograd")
+        own = outside_graphs("a kernel of overlap_torch")(kernel)
+        library.impl(schema.partition("(")[0], own, "CompositeExplicitAutograd")
         return kernel
 
     return registered

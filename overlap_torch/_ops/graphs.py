@@ -24,14 +24,16 @@ def outside_graphs(reason: str) -> Callable[[_Function], _Function]:
     torch._dynamo."""
 
     def decorated(function: _Function) -> _Function:
-        @functools.cache
-        def disabled() -> _Function:
-            return torch.compiler.disable(function, reason=reason)
+        disabled: _Function | None = None
 
         @functools.wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
-            chosen = disabled() if "torch._dynamo" in sys.modules else function
-            return chosen(*arguments, **keywords)
+            nonlocal disabled
+            if "torch._dynamo" not in sys.modules:
+                return function(*arguments, **keywords)
+            if disabled is None:
+                disabled = torch.compiler.disable(function, reason=reason)
+            return disabled(*arguments, **keywords)
 
         call._torchdynamo_disable, call._torchdynamo_disable_msg = True, reason
         return call

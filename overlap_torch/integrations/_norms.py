@@ -109,6 +109,8 @@ class Layer:
             return super().forward(hidden_states, *args, **keywords)
         norm = self.post_attention_layernorm
         why = "positional arguments" if args else _why_not(hidden_states, norm.weight)
+        if self.self_attn.o_proj._forward_hooks or self.mlp.down_proj._forward_hooks:
+            why = "a linear has forward hooks"
         self.__dict__[_FUSION].calls[why] += 1
         if why:
             return super().forward(hidden_states, *args, **keywords)
@@ -117,9 +119,11 @@ class Layer:
         try:
             out[_AFTER] = hidden_states, norm
             total, *_ = self.self_attn(hidden_states=normed, **keywords)
+            total = hidden_states + total if _AFTER in out else total
             down[_AFTER] = total, self.__dict__[_NEXT]
-            return self.mlp(norm(total))
-        finally:  # if an error came before the linear
+            result = self.mlp(norm(total))
+            return total + result if _AFTER in down else result
+        finally:  # if an error came before the linear, or a wrapper took its place
             out.pop(_AFTER, None)
             down.pop(_AFTER, None)
 

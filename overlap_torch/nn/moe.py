@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -20,6 +21,7 @@ from overlap_torch._moe.functions import moe
 from overlap_torch._moe.scaled import block_quantized, row_quantized
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.group import broadcast_integers, place_of
+from overlap_torch.nn.parameters import placed
 
 Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -125,7 +127,7 @@ class MoE(torch.nn.Module):
 
         This is a collective call, except for parameters on ``meta``, which it does not change.
         """
-        if self.gate_up.is_meta:
+        if self.gate_up.is_meta or isinstance(self.gate_up.to_local(), FakeTensor):
             return
         if self.scale_down is not None:
             raise ValueError("reset_parameters draws no fp8 weights; call it before cast_to_fp8")
@@ -188,7 +190,11 @@ class MoE(torch.nn.Module):
             if value.shape == shape:
                 value = value[begin : begin + own]
             if isinstance(parameter, DTensor) and value.shape == (own, *shape[1:]):
-                state_dict[prefix + name] = self._whole(name, value)
+                whole = self._whole(name, value)
+                # FSDP2 has put the parameter on a mesh of its own.
+                given = parameter.device_mesh.ndim > 1
+                whole = placed(value, parameter, parameter.device_mesh) if given else whole
+                state_dict[prefix + name] = whole
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(

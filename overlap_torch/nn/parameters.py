@@ -186,14 +186,7 @@ class CutParameters(torch.nn.Module):
             return value
         if not isinstance(parameter, DTensor):
             return part
-        mesh = self._mesh_on(parameter.device_mesh, part.device.type)
-        # FSDP2 puts its dims before the group's, and divides the group's part once more.
-        for dim, placement in enumerate(parameter.placements[:-1]):
-            if not placement.is_replicate():
-                size = part.shape[placement.dim]
-                begin, size = shard_range(size, mesh.size(dim), mesh.get_local_rank(dim))
-                part = part.narrow(placement.dim, begin, size).clone()
-        return wrap(part, mesh, parameter.placements, parameter.shape)
+        return placed(part, parameter, self._mesh_on(parameter.device_mesh, part.device.type))
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -222,6 +215,17 @@ class CutParameters(torch.nn.Module):
             return value
         sizes = shard_sizes(self._full_shape(name)[dim], self.world_size)
         return gather_parts(value, dim, sizes, self.group)
+
+
+def placed(part: torch.Tensor, parameter: DTensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's part of the group as the parameter has it: FSDP2 puts its dims before the group's, and divides the part once
+    more."""
+    for dim, placement in enumerate(parameter.placements[:-1]):
+        if not placement.is_replicate():
+            size = part.shape[placement.dim]
+            begin, size = shard_range(size, mesh.size(dim), mesh.get_local_rank(dim))
+            part = part.narrow(placement.dim, begin, size).clone()
+    return wrap(part, mesh, parameter.placements, parameter.shape)
 
 
 def _same_place(one: DTensor, other: DTensor) -> bool:

@@ -112,6 +112,8 @@ PATTERNS = {
         "gemm_reducescatter all_reduce"),
     "slice, all-reduce": Pattern(lambda c, x, w: c.all_reduce((x @ w)[1:, :-1]), ((6, 5), (5, 7)), "gemm_allreduce"),
     "reduce-scatter of dim 0": Pattern(lambda c, x, w: c.reduce_scatter(linear(x, w)), ((4, 3, 5), (7, 5)), "gemm_reducescatter"),
+    "reduce-scatter, rows divided": Pattern(
+        lambda c, x, w: c.reduce_scatter(x @ w).view(2, -1, w.shape[1]).relu(), ((8, 5), (5, 6)), "gemm_reducescatter"),
     "reduce-scatter of dim 1, bias": Pattern(
         lambda c, x, w, b: c.reduce_scatter(linear(x, w), 1) + b, ((3, 4, 5), (7, 5), (7,)), "gemm_reducescatter"),
     "reduce-scatter of dim 1 of one": Pattern(
@@ -222,6 +224,8 @@ def test_inductor_fuses_dynamic_shapes(failures: Failures) -> None:
 
 # Why a computation is not fused (a part of what is said): of what counts as missed, and of what does not.
 MISSED = {
+    "gathered, cut in two": (
+        lambda c, x, w: c.all_gather(x)[1:].chunk(2)[0] @ w, ((6, 5), (5, 7)), "reads it through aten.slice"),
     "two users": (lambda c, x, w: (lambda y: (c.all_reduce(y), y.sum()))(x @ w), ((6, 5), (5, 7)), "also read by aten.sum"),
     "dtype": (
         lambda c, x, w: c.all_reduce((x @ w).double()), ((6, 5), (5, 7)), "reduces in float64 what its GEMM computes in float32"),
@@ -473,6 +477,8 @@ NORMS = {
     # axis, a gain that is computed.
     "more rows": apart(half_layer(llama_norm), ((513, 5), (16, 5), (513, 16), (16,))),
     "odd columns": apart(half_layer(llama_norm), ((3, 5), (12, 5), (3, 12), (12,))),
+    "norms of parts of rows": apart(
+        lambda c, x, w, gain: plain_norm(c.all_reduce((x @ w).view(6, 4, 8)), gain), ((6, 16), (16, 32), (8,))),
     "float32": apart(half_layer(plain_norm), _HALF, dtype=torch.float32),
     "the product read, too": apart(
         lambda c, x, w, residual, gain: (lambda s: (llama_norm(residual + s, gain), s.relu()))(c.all_reduce(linear(x, w))),

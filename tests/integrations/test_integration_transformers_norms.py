@@ -108,6 +108,33 @@ def test_other_calls_run_as_the_model_says(failures: Failures, tmp_path) -> None
 
 
 @pytest.mark.ranks((2, "gloo"))
+def test_fused_norms_leave_hooks_and_wrappers_their_projection(
+    failures: Failures, tmp_path
+) -> None:
+    """A hook of a linear gets what the model's has, and a wrapper that took its place, as an adapter's, keeps the residual."""
+    model, tokens = loaded(str(tmp_path), "llama"), some_tokens(2, 5)
+    names = ("self_attn.o_proj", "mlp.down_proj")
+
+    def logits():
+        with torch.no_grad():
+            return model(tokens, use_cache=False).logits
+
+    whole = logits()
+    linears = [layer.get_submodule(name) for layer in model.model.layers for name in names]
+    hooks = [each.register_forward_hook(lambda *given: given[2] * 0.5) for each in linears]
+    right = logits()
+    with integration.fuse_norms(model):
+        failures.expect(difference(logits(), right), "hooks")
+        failures.holds("a linear has forward hooks", notes_of(model)[1], "hooks")
+        for hook in hooks:
+            hook.remove()
+        for layer in model.model.layers:
+            layer.self_attn.o_proj = torch.nn.Sequential(layer.self_attn.o_proj)
+            layer.mlp.down_proj = torch.nn.Sequential(layer.mlp.down_proj)
+        failures.expect(difference(logits(), whole), "wrappers")
+
+
+@pytest.mark.ranks((2, "gloo"))
 def test_models_of_other_forms_are_refused(failures: Failures, tmp_path) -> None:
     cases = (
         ("o_proj has a bias", "llama", {"attention_bias": True}),

@@ -165,6 +165,18 @@ def test_parallel_styles_replace_plain_linears_only(failures: Failures) -> None:
         with torch.autocast(rank_device().type, torch.bfloat16):
             output = layer(mine)
         failures.equal(output.dtype, torch.bfloat16, style)
+        own = integer_linear(12, 6, True)
+        own.forward = own.forward  # as accelerate's hooks
+        own = parallelize_module(own, mesh(), style())
+        failures.equal(type(own), torch.nn.Linear, style, "own forward")
+        failures.near(own(mine), layer(mine), style, "own forward", rtol=1e-6)
+
+    last = OverlapRowwiseParallel(output_layouts=Shard(-1))
+    with torch.autocast(rank_device().type, torch.bfloat16):
+        output = parallelize_module(integer_linear(12, 6, True), mesh(), last)(
+            integers(4, 12 // dist.get_world_size(), seed=3)
+        )
+    failures.equal(output.dtype, torch.bfloat16, "columns of a row layer")
 
     partial = integers(4, 12, seed=3) if dist.get_rank() == 0 else integers(4, 12, seed=3) * 0
     summed = DTensor.from_local(partial, mesh(), [Partial()])
