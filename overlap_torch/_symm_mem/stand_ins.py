@@ -61,6 +61,8 @@ class _Gather(_StandIn):
             return "no B is given"
         if self.is_scaled and any(len(values) != len(Bs) for values in self._lists()):
             return "there is not one value for each B"
+        if not -A.dim() <= dim < A.dim():
+            return f"gather_dim is {dim}, and A has {A.dim()} dims"
         if A.dim() >= 2 and dim in (-1, A.dim() - 1):
             return "the features are gathered, not the rows"
         if not self.is_scaled:

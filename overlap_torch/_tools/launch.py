@@ -26,13 +26,15 @@ class Ranks:
 
     @staticmethod
     def choose(world_size: int | None = None, device_type: str | None = None) -> Ranks:
-        """All GPUs of this machine, or two CPU ranks if there is none, unless the options say otherwise.
+        """All GPUs of this machine, or two CPU ranks if there is none, unless the options, or torchrun, say otherwise.
 
         Raises:
             ValueError: more ranks than GPUs, or no rank at all.
         """
         gpus = torch.cuda.device_count() if device_type != "cpu" else 0
         device_type = device_type or ("cuda" if gpus else "cpu")
+        if world_size is None and "TORCHELASTIC_RUN_ID" in os.environ:
+            return Ranks(int(os.environ["WORLD_SIZE"]), device_type)
         if world_size is None:
             world_size = gpus if device_type == "cuda" else 2
         if world_size < 1:

@@ -77,7 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs=argparse.REMAINDER,
         help="for --record: script, or -m module, and arguments",
     )
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    own = list(sys.argv[1:] if argv is None else argv)
+    module = own.index("-m") if "-m" in own else len(own)  # argparse takes it for an option
+    args = parser.parse_args(own[:module])
+    args.program = [*args.program, *own[module:]]
     if bool(args.program) != bool(args.record):
         parser.error("--record FILE takes a program after it; no other option does")
     if args.record:

@@ -89,6 +89,11 @@ def test_all_gather_matmul_is_gather_and_matmul(failures: Failures) -> None:
     ]
     if rank_device().type == "cpu":
         failures.equal(calls, right, "calls")
+        A, B = torch.ones(2, 4), torch.ones(4, 4)
+        with overlap_torch.replace_symm_mem():
+            for dim in (2, -3):  # PyTorch refuses it
+                with pytest.raises((IndexError, ValueError, AssertionError)):
+                    FUSED.fused_all_gather_matmul(A, [B], dim, group)
 
 
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))

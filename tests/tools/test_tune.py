@@ -24,6 +24,7 @@ from machines import big, hopper, slow, total
 from operands import world_name
 from overlap_torch import plan
 from overlap_torch._ops import collectives, eager
+from overlap_torch._tools.launch import Ranks
 from overlap_torch._tune import command as _tune_command
 from overlap_torch._tune import files as _tuned_files
 from overlap_torch._tune import first_calls as _first_calls
@@ -590,6 +591,13 @@ def test_tune_command_tunes_what_a_process_calls(monkeypatch):
     )
 
 
+def test_commands_have_the_ranks_of_torchrun(monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert Ranks.choose(None, "cpu") == Ranks(3, "cpu")
+    assert Ranks.choose(4, "cpu") == Ranks(4, "cpu")
+
+
 def test_tune_files_know_what_times_hold_for(monkeypatch):
     device = torch.device("cpu")
     machine = plan.Machine(sm_count=4)
@@ -704,14 +712,17 @@ dist.destroy_process_group()
 """
 
 
-def test_tune_command_records_what_a_program_calls(tmp_path, monkeypatch):
+@pytest.mark.parametrize("as_module", [False, True])
+def test_tune_command_records_what_a_program_calls(as_module, tmp_path, monkeypatch):
     script, file = tmp_path / "train.py", tmp_path / "problems.json"
     script.write_text(PROGRAM)
     for name in ("argv", "path"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))
     monkeypatch.delenv("RANK", raising=False)
     destroy = dist.destroy_process_group
-    command = ["--record", str(file), str(script), str(tmp_path / "store")]
+    monkeypatch.syspath_prepend(tmp_path)
+    program = ["-m", "train"] if as_module else [str(script)]
+    command = ["--record", str(file), *program, str(tmp_path / "store")]
     assert _tune_command.main(command) == 0
     assert dist.destroy_process_group is destroy
     sizes = {"n": 8, "k": 16, "dtype": "float32", "world_size": 1, "invariance": "none"}
