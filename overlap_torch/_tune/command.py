@@ -84,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bool(args.program) != bool(args.record):
         parser.error("--record FILE takes a program after it; no other option does")
     if args.record:
+        if not os.path.isdir(os.path.dirname(os.path.abspath(args.record))):
+            parser.error(f"--record is {args.record}, but there is no such folder")
         record(args.record, args.program)
         return 0
     try:
@@ -174,7 +176,7 @@ def record(path: str, program: Sequence[str]) -> None:
     finally:
         _note(calls)
         dist.destroy_process_group = destroy
-        if int(os.environ.get("RANK", 0)) == 0:
+        if calls and int(os.environ.get("RANK", 0)) == 0:  # else an older record stays
             _write(path, calls)
 
 

@@ -547,6 +547,10 @@ def test_tune_says_what_is_allowed(options, message):
         (["--shapes", "1x2x3", "--modes", "graph"], "allowed are sequences of call, row"),
         (["--shapes", "1x2x3", "train.py"], "--record FILE takes a program after it"),
         (["--record", "file"], "--record FILE takes a program after it"),
+        (
+            ["--record", "no/folder/file", "-m", "train"],
+            "--record is no/folder/file, but there is no such folder",
+        ),
         ([], "one of the arguments --shapes --recorded --record is required"),
         (
             ["--shapes", "1x2x3", "--dtype", "float8_e5m2"],
@@ -741,6 +745,9 @@ def test_tune_command_records_what_a_program_calls(as_module, tmp_path, monkeypa
     ]
     with pytest.raises(ValueError, match=r"problems of \[1\] ranks, but there are 2"):
         _tune_command._read(str(file), 2)
+    with pytest.raises(FileNotFoundError):
+        _tune_command.main(["--record", str(file), str(tmp_path / "typo.py")])
+    assert json.loads(file.read_text()) == recorded
 
 
 @pytest.mark.parametrize(
