@@ -98,6 +98,12 @@ class Attention:
             for chunk in self.chunks
         )
 
+    def _calls_by(self, kernel: AttentionKernel | None) -> Sequence[tuple[Chunk, Sequence[Call]]]:
+        """The calls, each by a caller's kernel, if there is one, in place of what it takes."""
+        if kernel is None:
+            return self.calls
+        return [(chunk, [(kernel, *of[1:]) for of in calls]) for chunk, calls in self.calls]
+
     @functools.cached_property
     def route(self) -> Route:
         """The exchange over peers."""
@@ -140,7 +146,8 @@ class Attention:
         exchange = self.exchange
         came = exchange.start_in(q, k, v)()
         q, k, v = exchange.heads(came, q, k, v)
-        o, saved = _attend(self.calls[0][1], q, k, v, self._own(per_head), kernel)
+        ((_, calls),) = self._calls_by(kernel)
+        o, saved = _attend(calls, q, k, v, self._own(per_head))
         result = exchange.results_home(o)
         if not exchange.moves_queries:
             return result, [], saved
@@ -157,10 +164,10 @@ class Attention:
             return self._fake_forward(q)
         with PeerExchange(route, rank, q, self.group, self._text) as exchange:
             exchange.send(*((k, v) if gathers else (q, k, v)))
-            for c, (chunk, calls) in enumerate(self.calls):
+            for c, (chunk, calls) in enumerate(self._calls_by(kernel)):
                 came = exchange.came(c)
                 heads = (_part(q, 2, chunk.heads), *came) if gathers else came
-                o, states = _attend(calls, *heads, kernel=kernel)
+                o, states = _attend(calls, *heads)
                 outputs.append(o)
                 saved += states if kernel is None else tree_map(exchange.owned, states)
                 if not gathers:
@@ -235,10 +242,10 @@ class Attention:
             q, k, v = exchange.heads(came if again is None else [*came, *again()], q, k, v)
         own, saved, found = self._own(per_head), iter(saved), []
         more = [torch.zeros_like(one) for one in own]
-        for chunk, calls in self.calls:
+        for chunk, calls in self._calls_by(kernel):
             cut = [_part(one, 2, chunk.heads) for one in (grad, q, o)]
             keys = [_part(one, 2, chunk.kv_heads) for one in (k, v)]
-            grads, others = _differentiate(calls, cut[0], cut[1], *keys, cut[2], saved, own, kernel)
+            grads, others = _differentiate(calls, cut[0], cut[1], *keys, cut[2], saved, own)
             found.append(grads)
             for total, other in zip(more, others, strict=bool(calls)):
                 total += other
@@ -263,12 +270,10 @@ class Attention:
             self.route_back, rank, grad, self.group, self._text_of_gradients
         ) as exchange:
             exchange.send(grad)
-            for c, (_, calls) in enumerate(self.calls):
+            for c, (_, calls) in enumerate(self._calls_by(kernel)):
                 operands = operands_of(self.route, rank, c, came)
                 (arrived,) = exchange.came(c)
-                grads, _ = _differentiate(
-                    calls, arrived, *operands, outputs[c], states, kernel=kernel
-                )
+                grads, _ = _differentiate(calls, arrived, *operands, outputs[c], states)
                 exchange.send_home(c, *grads)
             return tuple(exchange.results())
 
@@ -295,17 +300,11 @@ def _rows(tensors: Sequence[tuple[torch.Tensor, slice]]) -> list[torch.Tensor]:
 
 
 def _attend(
-    calls: Sequence[Call],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    per_head: Tensors = (),
-    kernel: AttentionKernel | None = None,
+    calls: Sequence[Call], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, per_head: Tensors = ()
 ) -> tuple[torch.Tensor, list]:
-    """The output [B, rows, h, Dv] of these calls, and what each one saved. ``kernel``: a caller's, in place of what it takes."""
-    outputs, saved, callers = [], [], kernel
-    for taker, work, rows, keys in calls:
-        kernel = callers or taker
+    """The output [B, rows, h, Dv] of these calls, and what each one saved."""
+    outputs, saved = [], []
+    for kernel, work, rows, keys in calls:
         if per_head:
             work = replace(work, per_head=tuple(per_head))
         o, kept = kernel.forward(*_rows(((q, rows), (k, keys), (v, keys))), work)
@@ -349,12 +348,10 @@ def _differentiate(
     o: torch.Tensor,
     saved: Iterator[Any],
     per_head: Tensors = (),
-    kernel: AttentionKernel | None = None,
 ) -> tuple[Heads, list[torch.Tensor]]:
     """The gradients of q, k and v by these calls, and of the slices of per_head; the next of ``saved`` are theirs."""
-    for_q, terms, more, callers = [], [], [], kernel
-    for taker, work, rows, keys in calls:
-        kernel = callers or taker
+    for_q, terms, more = [], [], []
+    for kernel, work, rows, keys in calls:
         if per_head:
             work = replace(work, per_head=tuple(per_head))
         operands = _rows(((grad, rows), (q, rows), (k, keys), (v, keys), (o, rows)))

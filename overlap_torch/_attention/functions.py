@@ -93,11 +93,11 @@ def _band(causal: bool, window) -> tuple[int | None, int | None]:
     left, right = window
     if any(side is not None and side < 0 for side in (left, right)):
         raise ValueError(
-            f"window={tuple(window)} has a negative side; give None for no bound, or 0 for none of the tokens on that side"
+            f"window={window} has a negative side; give None for no bound, or 0 for none of the tokens on that side"
         )
     if causal and right not in (0, None):
         raise ValueError(
-            f"causal=True sees no later token, but window={tuple(window)} asks for {right} of them; give (left, 0)"
+            f"causal=True sees no later token, but window={window} asks for {right} of them; give (left, 0)"
         )
     return left, 0 if causal else right
 

@@ -94,8 +94,7 @@ def traits_of(kernel: AttentionKernel) -> AttentionKernel:
     """Its attributes; the kernel itself if it decides by more of its own what it takes."""
     if type(kernel).refused is not AttentionKernel.refused:
         return kernel
-    own = (getattr(kernel, field.name) for field in fields(Traits))
-    *flags, dtypes = own
+    *flags, dtypes = (getattr(kernel, field.name) for field in fields(Traits))
     return Traits(*flags, tuple(dtypes))
 
 
@@ -139,11 +138,11 @@ class FunctionKernel(AttentionKernel):
             again = self.function(*leaves[:3], changed)
         self._check_reads(again, leaves)
         asked = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(again, asked, grad, allow_unused=True))
-        grads = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        grads = torch.autograd.grad(again, asked, grad, allow_unused=True)
+        found = dict(zip(map(id, asked), grads, strict=True))
         return tuple(
-            torch.zeros_like(leaf) if got is None else got
-            for leaf, got in zip(leaves, grads, strict=True)
+            torch.zeros_like(leaf) if (got := found.get(id(leaf))) is None else got
+            for leaf in leaves
         )
 
     def _check_reads(self, output: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:

@@ -146,8 +146,10 @@ def _how(attention: Attention) -> tuple:
 
 
 def call(attention: Attention, q, k, v, *per_head, kernel=None) -> torch.Tensor:
-    """The output, by a caller's ``kernel`` if the attention has not one that is built in. A built-in kernel is called as an operator only if somebody has to see it: the dispatcher's way through Python
-    is long."""
+    """The output, by a caller's ``kernel`` where the attention has none that is built in.
+
+    A built-in kernel is called as an operator only if somebody has to see it: the dispatcher's way through Python is long.
+    """
     if not attention.is_built_in or attention.keeps and not is_seen(q, k, v):
         found = ContextParallelAttention.apply(attention, kernel, q, k, v, *per_head)
         return found[0] if attention.kept else found

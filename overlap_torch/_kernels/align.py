@@ -229,11 +229,7 @@ class _Pass:
         for call, name in asking(self.source, set()):
             self._refuse(call, f"{name}, which is called here, asks for tl.program_id itself")
         for node in ast.walk(self.tree):
-            name = (
-                node.func.id
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-                else None
-            )
+            name = getattr(node.func, "id", None) if isinstance(node, ast.Call) else None
             if name in self.source.parameters:
                 self.called[name] = self.source.line_of(node)
 

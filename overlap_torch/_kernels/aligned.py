@@ -200,7 +200,7 @@ class Aligned:
     def _check_called(self, given: dict[str, object]) -> None:
         """No function among the arguments asks for the program's number."""
         for name, line in self._alignment.called.items():
-            function = function_of(_value(given.get(name)))
+            function = function_of(_key(given.get(name)))
             source = None if function is None else Source.of(function)
             if source and (source.calls(tl.program_id) or next(asking(source, set()), None)):
                 place = f"{self._alignment.before.file}:{line}"
@@ -327,10 +327,6 @@ def _chain(kernel: object, inner: object, configs: list[object] | None) -> objec
         made.__class__ = _Tuner
         made.configs, made.cache = configs, {}
     return made
-
-
-def _value(given: object) -> object:
-    return given.value if isinstance(given, tl.constexpr) else given
 
 
 def _key(value: object) -> object:

@@ -24,7 +24,7 @@ def outside_graphs(reason: str) -> Callable[[_Function], _Function]:
     torch._dynamo."""
 
     def decorated(function: _Function) -> _Function:
-        disabled: _Function | None = None
+        disabled: _Function | None = None  # a compiler would warn of functools.cache
 
         @functools.wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -21,7 +20,7 @@ from overlap_torch._moe.functions import moe
 from overlap_torch._moe.scaled import block_quantized, row_quantized
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.group import broadcast_integers, place_of
-from overlap_torch.nn.parameters import placed
+from overlap_torch.nn.parameters import holds_numbers, placed
 
 Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -125,9 +124,9 @@ class MoE(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Draws the experts as ``torch.nn.Linear`` does, each rank its own, by a seed of the group's first rank.
 
-        This is a collective call, except for parameters on ``meta``, which it does not change.
+        This is a collective call, except for parameters on ``meta`` and fake ones, which it does not change.
         """
-        if self.gate_up.is_meta or isinstance(self.gate_up.to_local(), FakeTensor):
+        if not holds_numbers(self.gate_up):
             return
         if self.scale_down is not None:
             raise ValueError("reset_parameters draws no fp8 weights; call it before cast_to_fp8")
@@ -190,11 +189,11 @@ class MoE(torch.nn.Module):
             if value.shape == shape:
                 value = value[begin : begin + own]
             if isinstance(parameter, DTensor) and value.shape == (own, *shape[1:]):
-                whole = self._whole(name, value)
-                # FSDP2 has put the parameter on a mesh of its own.
-                given = parameter.device_mesh.ndim > 1
-                whole = placed(value, parameter, parameter.device_mesh) if given else whole
-                state_dict[prefix + name] = whole
+                mesh = parameter.device_mesh  # FSDP2's has more dims than the group's
+                by_group = mesh.ndim == 1
+                state_dict[prefix + name] = (
+                    self._whole(name, value) if by_group else placed(value, parameter, mesh)
+                )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(

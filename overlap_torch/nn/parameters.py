@@ -117,7 +117,7 @@ class CutParameters(torch.nn.Module):
         This is a collective call, except for parameters on ``meta`` and fake ones, which it does not change.
         """
         first = self.weights[0] if self._several else self.weight
-        if first.is_meta or isinstance(first.to_local(), FakeTensor):
+        if not holds_numbers(first):
             return
         seeds = [int(torch.randint(2**31, (), device="cpu").item())]
         mesh = first.device_mesh
@@ -215,6 +215,11 @@ class CutParameters(torch.nn.Module):
             return value
         sizes = shard_sizes(self._full_shape(name)[dim], self.world_size)
         return gather_parts(value, dim, sizes, self.group)
+
+
+def holds_numbers(parameter: DTensor) -> bool:
+    """False on ``meta`` and for fake tensors."""
+    return not parameter.is_meta and not isinstance(parameter.to_local(), FakeTensor)
 
 
 def placed(part: torch.Tensor, parameter: DTensor, mesh: DeviceMesh) -> DTensor:
