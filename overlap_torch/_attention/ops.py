@@ -18,6 +18,7 @@ from overlap_torch._attention.kernels import AttentionKernel, Form
 from overlap_torch._attention.work import Problem, share_of
 from overlap_torch._ops.eager import is_seen
 from overlap_torch._ops.group import group_rank
+from overlap_torch._ops.ordering import register_fake
 
 _library = torch.library.Library("overlap", "FRAGMENT")
 _ops = torch.ops.overlap
@@ -102,7 +103,7 @@ def _register(name: str, schema: str, kernel, backward, keep=None) -> None:
     )
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     # The lines that run are their own fake: their collectives and kernels have fakes.
-    torch.library.register_fake(f"overlap::{name}", kernel, lib=_library)
+    register_fake(f"overlap::{name}", kernel, lib=_library)
     torch.library.register_autograd(f"overlap::{name}", backward, setup_context=keep, lib=_library)
 
 

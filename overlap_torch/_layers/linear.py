@@ -6,7 +6,8 @@ take several layers of one input. With a ``recipe`` the maps compute in fp8.
 
 The `sequence` maps of styles ``keep``: as ``torch.nn.functional.linear`` after a collective keeps its input, so they keep the
 gathered input, and backward does not gather it again. A row map's bias then gets its gradient from the rows that backward
-gathers in any case.
+gathers in any case. Compiled code keeps the gathered input, too: AOTAutograd would move backward's gather to forward, on one
+rank perhaps and not on another.
 """
 
 from __future__ import annotations
@@ -91,11 +92,12 @@ def columns_sequence(
     input = _moved(input, dim, at)
     input = pad_end(input, at, -(-tokens // world_size) - input.shape[at])
     input, weights, biases = _cast(input, *_padded(layers))
+    records, compiles = torch.is_grad_enabled(), torch.compiler.is_compiling()
     if recipe is not None:
-        by = _fp8(place, input, sequence=True, gathers=keeps)
+        by = _fp8(place, input, sequence=True, returns=keeps)
         results = maps.column(by, input, weights, biases)
-    elif keeps and (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        results = maps.gather_linears(group, dim, input, *weights, *biases)
+    elif (records and compiles) or (keeps and (records or compiles)):
+        results = maps.gather_linears(group, dim, keeps, input, *weights, *biases)
     elif len(layers) == 1 and not keeps:  # the op of one weight takes the host less
         results = [allgather_gemm(input, weights[0], biases[0], dim=dim, group=group)[0]]
     else:

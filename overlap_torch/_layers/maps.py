@@ -4,7 +4,7 @@ A policy says how a call computes: `Plain` in the operands' own dtype, `fp8.Fp8`
 and the integrations differ in its flags alone:
 
 - tokens are cut (``sequence``); else the input of a column and the output of a row are replicated;
-- the gathered input is a result and kept for backward (``gathers``), or backward gathers it again;
+- the gathered input is kept for backward (``keeps``), or backward gathers it again; it may also be a result (``returns``);
 - operands are cast (``recipe``); a second derivative then raises;
 - the gradient of a row's bias is the sum over all ranks' rows (``sums_bias``), or over this rank's own.
 
@@ -56,7 +56,8 @@ class Plain(NamedTuple):
     group: str
     sequence: bool  # tokens are cut
     dim: int = 0  # of the tokens
-    gathers: bool = False  # a column's gathered input is a result, and kept for backward
+    keeps: bool = False  # a column's gathered input, for backward
+    returns: bool = False  # the gathered input, which is kept, is a result
     reduces: bool = True  # the gradient of a column's replicated input is summed over the ranks
     sums_bias: bool = False  # the gradient of a row's bias is summed over the ranks
     paddings: Sequence[int] = ()  # how much shorter each weight's N is than the largest rank's
@@ -72,7 +73,7 @@ class Plain(NamedTuple):
             pairs = zip(weights, biases, strict=True)
             return [functional.linear(input, weight, bias) for weight, bias in pairs], (input,)
         outputs, whole = allgather_gemm(input, weights, biases, dim=self.dim, group=self.group)
-        return outputs, (input, whole) if self.gathers else (input,)
+        return outputs, (input, whole) if self.keeps else (input,)
 
     def result(self, saved: Saved) -> torch.Tensor:
         """The gathered input."""
@@ -94,7 +95,7 @@ class Plain(NamedTuple):
             # The derivative of this rank's gradient by the replicated input is a part of a sum.
             input = self.collective(saved[0], "copy") if again else saved[0]
             return lambda: input
-        if self.gathers and not again:
+        if self.keeps and not again:
             return lambda: saved[1]
         return self.gathered(saved[0], again)
 
@@ -163,7 +164,7 @@ class Column(torch.autograd.Function):
         outputs, saved = by.column(input, weights, weights_and_biases[count:])
         _keep_column(ctx, by, weights, saved)
         ctx.set_materialize_grads(False)  # an unused output costs neither work nor communication
-        if not by.gathers:
+        if not by.returns:
             return tuple(outputs)
         gathered = by.result(saved)
         if not ctx.needs_input_grad[1]:
@@ -217,7 +218,7 @@ def column_gradients(
     and the policy's tensors.
     """
     again = _is_differentiated_again()
-    *grads, gathered_grad = grads if by.gathers else (*grads, None)
+    *grads, gathered_grad = grads if by.returns else (*grads, None)
     count, (needs_input, *needs) = len(grads), needs
     used = [i for i in range(count) if grads[i] is not None]
     wanted = [i for i in used if needs[i]]
@@ -331,9 +332,11 @@ def row(
 
 
 # If Dynamo traced the next two, every output would have a gradient in its backward.
-def gather_linears(group: str, dim: int, *operands: Gradient) -> tuple[torch.Tensor, ...]:
-    """A style's `Column`, whose operands are the input, all weights, and a bias or None for each."""
-    by = Plain(group, True, dim, gathers=True)
+def gather_linears(
+    group: str, dim: int, returns: bool, *operands: Gradient
+) -> tuple[torch.Tensor, ...]:
+    """A `Column` that keeps the gathered input. Its operands are the input, all weights, and a bias or None for each."""
+    by = Plain(group, True, dim, keeps=True, returns=returns)
     return recorded(Column.apply(by, *operands))
 
 

@@ -13,6 +13,7 @@ from overlap_torch._ops.collectives import USUAL_INVARIANCE
 from overlap_torch._ops.fakes import DTYPES
 from overlap_torch._ops.gradients import needs_recording, transforms_are_active
 from overlap_torch._ops.nested import check_tensors
+from overlap_torch._ops.ordering import register_fake
 
 # The arguments of `_composed` beside operands and group.
 _HOW = ("eps", "gain_offset", "round_before_gain", "quantize", "return_norm", "invariance")
@@ -75,7 +76,7 @@ def _check_operands(op: str, terms: torch.Tensor, weight: Operand, *others: Oper
             )
 
 
-@torch.library.register_fake("overlap::allreduce_rmsnorm")
+@register_fake("overlap::allreduce_rmsnorm")
 def _fake(
     input, weight, residual, norm_weight, bias=None, scale=None, *, quantize=None, return_norm=False, **how
 ):  # fmt: skip

@@ -24,6 +24,7 @@ from overlap_torch._ops.collectives import all_to_all, start_all_gather, wait
 from overlap_torch._ops.composition import accumulated
 from overlap_torch._ops.graphs import outside_graphs
 from overlap_torch._ops.group import group_rank, process_group
+from overlap_torch._ops.ordering import register_fake
 
 library = torch.library.Library("overlap", "FRAGMENT")
 _ops = torch.ops.overlap
@@ -418,7 +419,7 @@ _GRADIENTS = {
 def complete(fakes: dict, gradients: dict) -> None:
     """Registers operators' fakes, and the backward and context of those that have gradients."""
     for name, fake in fakes.items():
-        torch.library.register_fake(f"overlap::{name}", fake, lib=library)
+        register_fake(f"overlap::{name}", fake, lib=library)
     for name, (backward, keep) in gradients.items():
         torch.library.register_autograd(
             f"overlap::{name}", backward, setup_context=keep, lib=library

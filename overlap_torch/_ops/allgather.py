@@ -11,6 +11,7 @@ from torch.nn.functional import ScalingType
 from overlap_torch._ops import eager, fakes, scaled
 from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group, world_size
+from overlap_torch._ops.ordering import register_fake
 
 Biases = Sequence[torch.Tensor | None]
 
@@ -49,16 +50,16 @@ def _fake_of_one(input, weight, bias=None, scales=(), **how):
     return output, *others
 
 
-torch.library.register_fake("overlap::allgather_gemm", _fake_of_one)
-torch.library.register_fake("overlap::allgather_gemm.weights", _fake)
+register_fake("overlap::allgather_gemm", _fake_of_one)
+register_fake("overlap::allgather_gemm.weights", _fake)
 
 
-@torch.library.register_fake("overlap::allgather_gemm.scaled")
+@register_fake("overlap::allgather_gemm.scaled")
 def _fake_scaled(input, weight, scale_input, scale_weight, bias=None, **how):
     return _fake_of_one(input, weight, bias, (scale_input, [scale_weight]), **how)
 
 
-@torch.library.register_fake("overlap::allgather_gemm.scaled_weights")
+@register_fake("overlap::allgather_gemm.scaled_weights")
 def _fake_scaled_weights(input, weights, scale_input, scale_weights, biases, **how):
     return _fake(input, weights, biases, scale_input, scale_weights, **how)
 

@@ -8,11 +8,12 @@ from torch.nn.functional import ScalingType
 from overlap_torch._ops import eager, scaled
 from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group
+from overlap_torch._ops.ordering import register_fake
 
 _op = eager.Op(torch.ops.overlap.gemm_allreduce.default)
 
 
-@torch.library.register_fake("overlap::gemm_allreduce")
+@register_fake("overlap::gemm_allreduce")
 def _fake(input, *operands, group, **keywords):
     return scaled.result_of("gemm_allreduce", input, *operands, **keywords)(*input.shape[:-1])
 

@@ -10,11 +10,12 @@ from torch.nn.functional import ScalingType
 from overlap_torch._ops import eager, fakes, scaled
 from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group
+from overlap_torch._ops.ordering import register_fake
 
 _op = eager.Op(torch.ops.overlap.gemm_alltoall.default)
 
 
-@torch.library.register_fake("overlap::gemm_alltoall")
+@register_fake("overlap::gemm_alltoall")
 def _fake(input, weight, send_rows, recv_rows, *operands, group, **keywords):
     fakes.row_dim("gemm_alltoall", input)
     make = scaled.result_of("gemm_alltoall", input, weight, *operands, **keywords)

@@ -8,11 +8,12 @@ from torch.nn.functional import ScalingType
 from overlap_torch._ops import eager, fakes, scaled
 from overlap_torch._ops.gradients import register_vmap
 from overlap_torch._ops.group import Group, world_size
+from overlap_torch._ops.ordering import register_fake
 
 _op = eager.Op(torch.ops.overlap.gemm_reducescatter.default)
 
 
-@torch.library.register_fake("overlap::gemm_reducescatter")
+@register_fake("overlap::gemm_reducescatter")
 def _fake(input, *operands, dim=0, group, **keywords):
     place = fakes.row_dim("gemm_reducescatter", input, dim)
     make = scaled.result_of("gemm_reducescatter", input, *operands, dim=dim, **keywords)

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import ScalingType
 
 from overlap_torch._ops import fakes, library  # noqa: F401  (the library holds the ops)
+from overlap_torch._ops.ordering import register_fake
 
 # The types of scaled operands, of which one is the first, and of their results.
 OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -213,6 +214,6 @@ def result_of(op, input, weight, bias=None, scale_input=None, scale_weight=None,
     return lambda *leading: input.new_empty((*leading, weight.shape[0]), dtype=dtype)
 
 
-@torch.library.register_fake("overlap::scaled_linear")
+@register_fake("overlap::scaled_linear")
 def _fake_linear(input, *operands, **keywords):
     return result_of("scaled_linear", input, *operands, **keywords)(*input.shape[:-1])

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from overlap_torch._layers.dtensor import mesh_within
 from overlap_torch._layers.fp8 import recipe_of
 from overlap_torch._layers.linear import Operands, Place
+from overlap_torch._layers.maps import let_compile
 from overlap_torch._layers.meshes import group_mesh, note_mesh
 from overlap_torch._layers.placements import foreign_linear, in_place, local_parts, to_local
 from overlap_torch._layers.sharding import checked_count
@@ -49,6 +50,7 @@ class ParallelLinear(CutParameters):
         fp8: str | None,
     ) -> None:
         super().__init__()
+        let_compile()
         recipe_of(fp8)  # raises for a name that it does not know
         self.in_features = checked_count("in_features", in_features)
         self.out_features = out_features

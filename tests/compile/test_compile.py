@@ -14,8 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import rank_pool
 from checks import Failures, export
+from layers import fill_with_integers, integers
 from operands import Case, difference, place, rank_device, world_name
 from ops import OPS, Arguments, every_op, map_tensors, tensors_of
+from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 
 CASES = [
     Case((6,), 5, 7), Case((), 9, 4), Case((2, 3), 4, 8, weight_layout="n_contiguous"), Case((0,), 4, 5),
@@ -241,3 +243,47 @@ def test_compile_writes_calls_in_cpp(failures: Failures, op: str) -> None:
         found = flat(torch.compile(function)(*tensors_of(arguments)))
     for mine, right in zip(found, expected, strict=True):
         failures.equal(difference(mine, right), None, op)
+
+
+class Unlike(torch.nn.Module):
+    """Layers that do not wait for each other, with parts of another size on each rank; the last rank has none of ``last``."""
+
+    def __init__(self, *features: int) -> None:
+        super().__init__()
+        reads = torch.nn.ModuleList(torch.nn.Linear(6, n, dtype=torch.float64) for n in features)
+        writes = torch.nn.ModuleList(torch.nn.Linear(n, 6, dtype=torch.float64) for n in features)
+        for linears, kind in ((reads, ColumnParallelLinear), (writes, RowParallelLinear)):
+            fill_with_integers(linears.to(rank_device()))
+            cut = [kind.from_linear(linear, sequence_parallel=True) for linear in linears]
+            self.add_module(kind.__name__, torch.nn.ModuleList(cut))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        reads, writes = self.children()
+        one, two, three = [
+            write(read(input).relu()) for read, write in zip(reads, writes, strict=True)
+        ]
+        return one + two * three
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_compile_calls_in_one_order_on_all_ranks(failures: Failures) -> None:
+    """Forward and backward, of independent calls. Without an order the ranks' graphs are found to make other calls."""
+    torch.manual_seed(0)
+    blocks = Unlike(3, 17, 1)
+    input = integers(3, 6, seed=dist.get_rank(), dtype=torch.float64).to(rank_device())
+    with torch._inductor.config.patch(force_disable_caches=True):
+        runs = blocks, torch.compile(blocks, fullgraph=True)
+        right, found = (results(run, blocks, input) for run in runs)
+    for number, pair in enumerate(zip(found, right, strict=True)):
+        failures.expect(difference(*pair), number)
+
+
+def results(run: Callable, module: torch.nn.Module, input: torch.Tensor) -> list[torch.Tensor]:
+    """The output, and the gradients of the input and of this rank's parts."""
+    module.zero_grad()
+    input = input.clone().requires_grad_()
+    output = run(input)
+    output.sum().backward()
+    grads = [parameter.grad for parameter in module.parameters()]
+    locals_ = [grad.to_local() for grad in grads]
+    return [output.detach(), input.grad, *locals_]

@@ -63,11 +63,14 @@ def test_maps_of_columns(failures: Failures) -> None:
         return functional.linear(x, v, b), functional.linear(x, w, c)
 
     for dim in (0, 1):
-        keeps = Plain(group, True, dim, gathers=True)
-        expect_equal(failures, (mapped(keeps), gathered), (input, *others), "kept", dim)
-        again = mapped(Plain(group, True, dim))
-        own = (again, lambda *given: gathered(*given)[:2])
-        expect_equal(failures, own, (input, *others), "gathered again", dim)
+        returns = mapped(Plain(group, True, dim, keeps=True, returns=True))
+        expect_equal(failures, (returns, gathered), (input, *others), "returned", dim)
+        for keeps in (True, False):
+            own = (
+                mapped(Plain(group, True, dim, keeps=keeps)),
+                lambda *given: gathered(*given)[:2],
+            )
+            expect_equal(failures, own, (input, *others), "keeps", keeps, dim)
     own = (mapped(Plain(group, False)), replicated)
     expect_equal(failures, own, (same, *others), "replicated")
 
