@@ -14,6 +14,7 @@ namespace overlap::cpu {
 // A process group, as what communicates sees it.
 class Group {
  public:
+  // Throws if it no longer exists.
   virtual c10::intrusive_ptr<c10d::ProcessGroup> lock() const = 0;
   virtual const std::string& name() const = 0;
   virtual int rank() const = 0;
@@ -36,9 +37,10 @@ class Communication {
                 const Start& start)
       : group_(&group), what_(what), peer_(peer), chunk_(chunk), timeout_(group.timeout(device)) {
     group.agree();
+    const auto existing = group.lock();
     begin_ = std::chrono::steady_clock::now();
     try {
-      work_ = start(*group.lock(), timeout_);
+      work_ = start(*existing, timeout_);
     } catch (const std::exception& error) {
       fail(error);
     }

@@ -225,6 +225,30 @@ def test_kernels_exception_is_told_to_all_ranks(failures: Failures) -> None:
     expect(failures, "the next call", again.result(), kernels.reduced(128, 96, 32, 1))
 
 
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_outlive_no_process_group(failures: Failures) -> None:
+    """The group is destroyed after the job was made, or while its kernel runs: an error, and the process goes on."""
+
+    def run(*, enters_first: bool) -> None:
+        group = dist.new_group()
+        job = small_job(group=group)
+        if not enters_first:
+            dist.destroy_process_group(group)
+            del group
+        with job:
+            run_kernel(job)
+            if enters_first:
+                dist.destroy_process_group(group)
+                del group
+
+    for enters_first in (False, True):
+        said = message_of(run, enters_first=enters_first)
+        failures.says(said, ["the process group was destroyed", "Make a new one"], enters_first)
+    with small_job() as job:
+        run_kernel(job)
+    expect(failures, "the next call", job.result(), kernels.reduced(128, 96, 32, 1))
+
+
 def check_wrong_signals(failures: Failures, kind: str, text: str) -> None:
     """Rank 0 leaves a signal out or gives it twice, and both ranks say so."""
 

@@ -57,8 +57,16 @@ GroupEntry::GroupEntry(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std:
       rank_(group->getRank()),
       world_size_(group->getSize()) {}
 
+c10::intrusive_ptr<c10d::ProcessGroup> GroupEntry::lock() const {
+  auto group = group_.lock();
+  TORCH_CHECK(group, "overlap_torch: group '", name_, "', rank ", rank_,
+              ": the process group was destroyed. Make a new one, and with it what was made for "
+              "this one: jobs belong to their group.");
+  return group;
+}
+
 bool GroupEntry::registered() const {
-  const auto group = lock();
+  const auto group = group_.lock();
   if (!group) return false;
   try {
     return c10d::resolve_process_group(name_) == group;
@@ -68,7 +76,7 @@ bool GroupEntry::registered() const {
 }
 
 std::string GroupEntry::backend(at::DeviceType device) const {
-  const auto group = lock();
+  const auto group = group_.lock();
   if (!group) return "";
   try {
     return group->getBackend(device)->getBackendName();
@@ -87,7 +95,7 @@ bool GroupEntry::runs_plans(at::DeviceType device) {
 std::chrono::milliseconds GroupEntry::timeout(at::DeviceType device) const {
   if (environment().timeout) return *environment().timeout;
   try {
-    if (const auto group = lock()) {
+    if (const auto group = group_.lock()) {
       const auto options = group->getBackend(device)->getBackendOptions();
       if (options) return options->timeout;
     }
@@ -353,7 +361,7 @@ std::shared_ptr<GroupEntry> find_group(const std::string& name) {
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.entries.find(group.get());
-  if (found != all.entries.end() && found->second->lock() == group) return found->second;
+  if (found != all.entries.end() && found->second->is_of(group)) return found->second;
   std::erase_if(all.entries, [](const auto& item) { return item.second->expired(); });
   auto entry = std::make_shared<GroupEntry>(group, name);
   all.entries[group.get()] = entry;

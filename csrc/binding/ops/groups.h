@@ -86,8 +86,11 @@ class GroupEntry final : public cpu::Group {
  public:
   GroupEntry(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::string name);
 
-  c10::intrusive_ptr<c10d::ProcessGroup> lock() const override { return group_.lock(); }
+  c10::intrusive_ptr<c10d::ProcessGroup> lock() const override;
   bool expired() const { return group_.expired(); }
+  bool is_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group) const {
+    return group_.lock() == group;
+  }
   // True if its name still stands for it: not after destroy_process_group, even if somebody holds
   // it.
   bool registered() const;
