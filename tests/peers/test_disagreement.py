@@ -139,6 +139,19 @@ def test_disagreement_about_the_rows_of_an_alltoall_is_named(failures: Failures)
     check_call(failures, CASE, "after", op="gemm_alltoall")
 
 
+@pytest.mark.ranks((2, "gloo"))
+def test_disagreement_that_one_rank_does_not_come_to_ends_with_its_call(failures: Failures) -> None:
+    """Rank 0 expects more rows than it has memory for, and fails before ranks compare: the calls after it are paired."""
+    group, rank = dist.new_group(), dist.get_rank()
+    x, weight = torch.ones(8, 3), torch.ones(5, 3)
+    receives = [4, 2**50 if rank == 0 else 4]
+    message = message_of(overlap_torch.gemm_alltoall, x, weight, [4, 4], receives, group=group)
+    failures.holds("can't allocate" if rank == 0 else f"which expects {2**50}", message)
+    for factor in (1, 2, 3):
+        found = overlap_torch.gemm_allreduce(factor * x, weight, group=group)
+        failures.equal(found.unique().tolist(), [6.0 * factor], factor)
+
+
 @pytest.mark.ranks((3, "gloo"))
 def test_disagreement_of_a_subgroup_is_its_own(failures: Failures) -> None:
     """The other group's calls are not concerned, and are counted by themselves."""

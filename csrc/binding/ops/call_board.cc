@@ -196,7 +196,11 @@ void CallBoard::meet() {
 CallBoard::~CallBoard() = default;
 
 void CallBoard::announce(const std::string& problem, uint64_t plan, const RowCounts& rows) {
-  agree();  // of a call that failed here before it communicated
+  try {
+    agree();  // of a call that failed here before it communicated
+  } catch (const c10::Error&) {
+    // All ranks have an error of that call. They go on to this one, and this rank with them, unless a rank is missing.
+  }
   if (!error_.empty()) communication_failed(error_);
   own_ = {};
   own_.plan = plan;
