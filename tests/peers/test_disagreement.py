@@ -3,7 +3,11 @@
 import itertools
 import os
 import re
+import shlex
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -228,6 +232,32 @@ def test_disagreement_is_found_without_shared_memory(failures: Failures) -> None
     else:
         call("gemm_allreduce", CASE)
     disagree(failures, "gemm_allreduce")
+
+
+NO_ROOM = """
+import os, sys, torch, torch.distributed as dist, overlap_torch
+child = os.fork()
+rank = 0 if child else 1
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+found = overlap_torch.gemm_allreduce(torch.ones(2, 3), torch.ones(5, 3))
+dist.destroy_process_group()
+failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0
+sys.exit(failed or not found.eq(6).all())
+"""
+FULL = "mount -t tmpfs -o size=8k tmpfs /dev/shm && head -c 8192 /dev/zero > /dev/shm/full"
+
+
+def test_disagreement_full_shared_memory_ends_no_process(tmp_path):
+    """Pages of /dev/shm that there is no room for: ranks gather what they call."""
+    own_mounts = ["unshare", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*own_mounts, FULL]).returncode != 0:
+        pytest.skip("this user may mount nothing")
+    ranks = [sys.executable, "-c", NO_ROOM, str(tmp_path / "store")]
+    done = subprocess.run(
+        [*own_mounts, f"{FULL} && exec {shlex.join(ranks)}"],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def messages_without_last() -> list[str]:

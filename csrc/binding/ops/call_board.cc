@@ -82,7 +82,10 @@ class SharedNotes {
                             S_IRUSR | S_IWUSR);
     if (notes->file_ < 0) return nullptr;
     notes->bytes_ = sizeof(Line) * static_cast<size_t>(world_size);
-    if (create && ftruncate(notes->file_, static_cast<off_t>(notes->bytes_)) != 0) return nullptr;
+    // With its memory: a page that /dev/shm has no room for ends the process where it is touched.
+    if (create && posix_fallocate(notes->file_, 0, static_cast<off_t>(notes->bytes_)) != 0) {
+      return nullptr;
+    }
     void* memory =
         mmap(nullptr, notes->bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, notes->file_, 0);
     if (memory == MAP_FAILED) return nullptr;
