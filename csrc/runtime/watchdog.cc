@@ -1,6 +1,8 @@
 // Two threads watch all groups of the process: one observes what their devices have done, the other finds failures and
 // has them aborted. The driver may keep the first for as long as a kernel runs, and must not keep the second, which ends
 // kernels that wait for ranks that have failed.
+#include <unistd.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
@@ -34,6 +36,7 @@ class Watchdog {
     // later.
     if (groups_.size() == 1 && !started_) {
       started_ = true;
+      process_ = getpid();
       std::atexit([] { instance().stop(); });
       std::thread([this] { watch(); }).detach();
       std::thread([this] { observe(); }).detach();
@@ -42,6 +45,8 @@ class Watchdog {
 
  private:
   void stop() {
+    // A forked child has none of the threads, and the mutex as one of them had it.
+    if (getpid() != process_) return;
     std::unique_lock<std::mutex> lock(mutex_);
     stopping_ = true;
     wake_.notify_all();
@@ -153,6 +158,7 @@ class Watchdog {
   std::set<const Group*> aborting_;
   int ending_ = 0;  // threads that end communicators
   bool started_ = false;
+  pid_t process_ = 0;  // whose threads they are
   bool stopping_ = false;
   bool watching_ = false;
   bool observing_ = false;  // holds all groups

@@ -1,7 +1,12 @@
 // Checks on calls made by hand: the record finds what it is there to find, and a group finds failures while the driver is
 // busy, agrees on memory where one rank has none left, and finds a way to map its peers'.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <chrono>
+#include <cstdlib>
 #include <functional>
+#include <iostream>
 #include <memory>
 #include <thread>
 
@@ -124,6 +129,20 @@ void expect_ended(runtime::Group& group, const std::string& part, const std::str
   expect_failure(part, [&] { group.check(); });
 }
 
+// A forked child exits, and is not kept until the alarm.
+bool child_exits() {
+  constexpr unsigned int kAlarmSeconds = 5;
+  std::cout.flush();
+  const pid_t child = fork();
+  if (child == 0) {
+    (void)alarm(kAlarmSeconds);
+    std::exit(0);
+  }
+  int status = -1;
+  (void)waitpid(child, &status, 0);
+  return status == 0;
+}
+
 void check_groups() {
   Driver& cuda = driver;
   const auto full = group_of("full", 60'000);
@@ -151,6 +170,7 @@ void check_groups() {
                "a rank that left is found while the driver keeps the observer, and all is aborted");
   expect(cuda.aborted > 0, "communicators are aborted");
   expect(cuda.kept == 1, "who watches is not kept");
+  expect(child_exits(), "a forked child does not wait for threads that stayed with its parent");
 
   const auto begin = std::chrono::steady_clock::now();
   call(unseen);
