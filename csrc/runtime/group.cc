@@ -290,6 +290,7 @@ void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys) {
     std::unique_ptr<Staging> larger = make_staging(rounded);
     if (staging_ != nullptr) outgrown_.push_back(std::move(staging_));
     staging_ = std::move(larger);
+    staging_bytes_ += rounded;
   }
   for (const CommunicatorKey& key : keys) {
     if (staging_->windows.contains(key)) continue;
@@ -397,10 +398,7 @@ bool Group::idle() {
 std::vector<int64_t> Group::memory() {
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
   const auto count = static_cast<int64_t>(communicators_.size());
-  int64_t bytes = staging_ == nullptr ? 0 : staging_->bytes();
-  for (const auto& old : outgrown_) bytes += old->bytes();
-  if (peers_ != nullptr) bytes += peers_->bytes();
-  return {count, bytes};
+  return {count, staging_bytes_ + (peers_ == nullptr ? 0 : peers_->bytes())};
 }
 
 }  // namespace overlap::runtime

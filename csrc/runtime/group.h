@@ -172,7 +172,7 @@ class Group {
   // Returns true if all tracked ops have ended, or the group has failed and its communicators are aborted.
   bool idle();
 
-  std::vector<int64_t> memory();  // [communicators, bytes registered]
+  std::vector<int64_t> memory();  // [communicators, bytes registered]; any thread's, beside calls
 
   // For people: the way by which the ranks map each other's memory, and why not by CUDA IPC; the same on all.
   const std::string& peer_memory() const { return peer_memory_; }
@@ -242,8 +242,9 @@ class Group {
   std::map<CommunicatorKey, std::unique_ptr<Communicator>> communicators_;
   std::unique_ptr<Staging> staging_;
   std::vector<std::unique_ptr<Staging>> outgrown_;
-  Clique clique_;                 // the ranks on this rank's host
-  std::unique_ptr<Peers> peers_;  // null: they do not map each other's memory
+  std::atomic<int64_t> staging_bytes_{0};  // of both
+  Clique clique_;                          // the ranks on this rank's host
+  std::unique_ptr<Peers> peers_;           // null: they do not map each other's memory
   std::string peer_memory_ = "none: one rank";
   std::unique_ptr<PeerFailures> peer_failures_;  // null: the same
   int byte_gathers_ = 0;

@@ -72,7 +72,9 @@ std::unique_ptr<Peers> Peers::make(ByteAllGather all_gather, const Clique& cliqu
       peers->all_gather_, clique,
       kFlagBytes + kTileFlagBytes + (world_size - 1) * 2 * low_latency_buffer(world_size), stream,
       peers->windows_.get(), why);
-  return peers->flags_ != nullptr ? std::move(peers) : nullptr;
+  if (peers->flags_ == nullptr) return nullptr;
+  peers->bytes_ = peers->flags_->bytes();
+  return peers;
 }
 
 Peers::~Peers() {
@@ -128,6 +130,7 @@ void Peers::reserve(int64_t slot_bytes) {
   // of it together is less than the new one.
   if (slots_ != nullptr) outgrown_.push_back(std::move(slots_));
   slots_ = std::move(larger);
+  bytes_ += slots_->bytes();
   slot_bytes_ = rounded;
 }
 
@@ -143,6 +146,7 @@ void Peers::reserve_stripes(int64_t part_bytes) {
         std::to_string(part_bytes) + " bytes each: " + why +
         ". Set plans with the collective direct, or the transport nccl.");
   }
+  bytes_ += memory->bytes();
   stripes_[part_bytes] = std::move(memory);
 }
 
@@ -327,14 +331,6 @@ std::vector<uint64_t*> Peers::failures_of_peers() const {
     words.push_back(&flags_of(*flags_, peer).failures[rank_]);
   }
   return words;
-}
-
-int64_t Peers::bytes() const {
-  int64_t total = flags_->bytes();
-  if (slots_ != nullptr) total += slots_->bytes();
-  for (const auto& old : outgrown_) total += old->bytes();
-  for (const auto& [part, memory] : stripes_) total += memory->bytes();
-  return total;
 }
 
 }  // namespace overlap::runtime

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -119,7 +120,7 @@ class Peers {
   uint32_t self() const { return 1u << rank_; }
   uint32_t everyone_else() const { return ((1u << world_size_) - 1) & ~self(); }
 
-  int64_t bytes() const;
+  int64_t bytes() const { return bytes_; }  // any thread's
   // Leaves all memory to the process: peers that failed may still write to it, and so may a graph.
   void leak();
   void mark_captured() { captured_ = true; }
@@ -145,6 +146,7 @@ class Peers {
   std::unique_ptr<PeerMemory> flags_;
   std::unique_ptr<PeerMemory> slots_;
   std::vector<std::unique_ptr<PeerMemory>> outgrown_;
+  std::atomic<int64_t> bytes_{0};  // of flags, slots and stripes
   int64_t slot_bytes_ = 0;
   std::map<int64_t, std::unique_ptr<StripedMemory>> stripes_;    // by the bytes of a part
   int64_t least_refused_ = std::numeric_limits<int64_t>::max();  // of a part

@@ -152,7 +152,9 @@ void check_groups() {
   expect_failure("rank 0 cannot allocate 64 MiB", [&] { (void)staging(64); });
   expect(staging(1) == before, "what was there stays");
   cuda.full = false;
+  const int64_t held = full->memory()[1];
   expect(staging(64) != before, "it is taken once it is there");
+  expect(full->memory()[1] - held == 64 << 20, "memory that is outgrown is held as well");
 
   const auto left = group_of("left", 60'000, "rank 1 left a call by an exception.");
   const auto many = group_of("many", 300);
