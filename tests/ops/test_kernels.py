@@ -785,3 +785,16 @@ def test_kernels_lists_refuse_what_needs_kernels_of_ours():
             ValueError, match=f"cannot run by the plan's collective {name} over peers"
         ):
             _plan.kernel_steps_json(chosen, 0, H200, False, rows, rows)
+
+
+def test_kernels_lists_refuse_calls_that_do_not_fit_the_plan():
+    two = Problem(0, 16, 1, torch.float32, 2, Op.GEMM_ALLTOALL)
+    exchange = plan.templates.make_all_to_all(two, transport="gloo")
+    for rank, sends, receives, pieces, said in (
+        (2, [4, 4], [4, 4], 1, "rank 2 is not one of the plan's 2 ranks, 0 to 1"),
+        (0, [], [], 1, "send_rows has 0 counts; the plan's op takes one of 0 or more for each"),
+        (1, [4, 4], [-4, 4], 1, "receive_rows has 2 counts, some below 0"),
+        (1, [4, 4], [4, 4], 0, "pieces is 0, allowed are 1 to 63"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            _plan.kernel_steps_json(exchange, rank, H200, False, sends, receives, pieces)

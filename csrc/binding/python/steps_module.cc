@@ -29,6 +29,18 @@ void check_rows(const Plan& plan, const char* name, const std::vector<int64_t>& 
              wanted ? plan::message("one of 0 or more for each of ", world, " ranks") : "none");
 }
 
+// A valid plan, one of its ranks, and rows as its op takes them.
+void check_call(const Plan& plan, int32_t rank, const std::vector<int64_t>& send_rows,
+                const std::vector<int64_t>& receive_rows) {
+  plan::validate(plan);
+  if (rank < 0 || rank >= plan.problem.world_size) {
+    const int32_t world = plan.problem.world_size;
+    plan::fail("rank ", rank, " is not one of the plan's ", world, " ranks, 0 to ", world - 1);
+  }
+  check_rows(plan, "send_rows", send_rows);
+  check_rows(plan, "receive_rows", receive_rows);
+}
+
 void check_weights(const Plan& plan, const Weights& weights) {
   if (weights.empty()) return;
   if (!plan.problem.traits().gathers()) {
@@ -52,14 +64,7 @@ void def_steps(py::module_& m, const char* name, Print print, const char* doc) {
       [print](const Plan& plan, int32_t rank, const Machine& machine, bool kernel_takes, bool bias,
               bool captured, const Weights& weights, const std::vector<int64_t>& send_rows,
               const std::vector<int64_t>& receive_rows, int64_t longest_message) {
-        plan::validate(plan);
-        if (rank < 0 || rank >= plan.problem.world_size) {
-          const int32_t world = plan.problem.world_size;
-          plan::fail("rank ", rank, " is not one of the plan's ", world, " ranks, 0 to ",
-                     world - 1);
-        }
-        check_rows(plan, "send_rows", send_rows);
-        check_rows(plan, "receive_rows", receive_rows);
+        check_call(plan, rank, send_rows, receive_rows);
         check_weights(plan, weights);
         const bool has_kernel = steps::takes_by_default(plan);
         steps::Variant variant = {.compute = steps::kernel_if(kernel_takes && has_kernel),
@@ -93,7 +98,10 @@ void bind_steps(py::module_& m) {
       [](const Plan& plan, int32_t rank, const Machine& machine, bool awaits,
          const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
          int32_t pieces) {
-        plan::validate(plan);
+        check_call(plan, rank, send_rows, receive_rows);
+        if (plan.problem.traits().rows_by_rank && (pieces < 1 || pieces >= plan::kMaxChunks)) {
+          plan::fail("pieces is ", pieces, ", allowed are 1 to ", plan::kMaxChunks - 1);
+        }
         const steps::StepList list = steps::lower(plan, rank, machine,
                                                   {.compute = steps::Compute::kCallers,
                                                    .send_rows = send_rows,
