@@ -192,13 +192,13 @@ def check_experts(failures: Failures) -> None:
     """The GEMM's gate has the bits of the product, then the gate's kernel; what it keeps, those of the product."""
     offs = torch.tensor(COUNTS, device="cuda").cumsum(0).to(torch.int32)
     count, experts = int(offs[-1]), len(COUNTS)
-    for gate, dtype, (inner, width), form, turned, extra in itertools.product(
+    for gate, dtype, (inner, width), form, turned, (biased, shared) in itertools.product(
         (activation.Gate(), activation.Gate("gelu_tanh", alpha=1.7, limit=1.0, offset=1.0)),
         (torch.bfloat16, torch.float16),
-        ((64, 72), (520, 264)),
+        ((64, 72), (520, 264), (2056, 72)),  # a SwiGLU has another kernel up to 2048
         ("halves", "turns", "pair"),
         (False, True),
-        (False, True),
+        ((False, False), (False, True), (True, True)),
     ):
         rows = torch.randn(count + ROOM, inner, device="cuda").to(dtype)
         rows[count:] = float("nan")
@@ -211,10 +211,10 @@ def check_experts(failures: Failures) -> None:
                 each.transpose(1, 2).contiguous().transpose(1, 2) if turned else each.contiguous()
                 for each in weights
             ]
-        bias = draw(experts, 2 * width, dtype=dtype) if extra else None
-        shares = torch.rand(count + ROOM, 1, device="cuda") if extra else None
+        bias = draw(experts, 2 * width, dtype=dtype) if biased else None
+        shares = torch.rand(count + ROOM, 1, device="cuda") if shared else None
         operands = (bias, shares, offs, *gate.form(form == "turns"))
-        place = (gate, dtype, inner, width, form, turned, extra)
+        place = (gate, dtype, inner, width, form, turned, biased, shared)
         poison(rows.device, 4096, 1 << 16)
         hidden, *kept = _ops._moe_hidden(rows, *weights, *operands, True)
         parts = [None if each is None else _ops._moe_linear(rows, each, offs) for each in weights]

@@ -71,6 +71,8 @@ struct GateForm {
   A alpha;
   A limit;
   A offset;
+  // A SwiGLU's.
+  __device__ GateForm() : activation(Activation::kSilu), alpha(1), limit(0), offset(0) {}
   __device__ explicit GateForm(const GateParams& params)
       : activation(params.activation),
         alpha(static_cast<A>(params.alpha)),

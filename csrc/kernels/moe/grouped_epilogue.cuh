@@ -1,4 +1,5 @@
-// The way of a tile's sums to memory. A warp stages sixteen rows, rounded, and takes them up again, 16 bytes a lane.
+// The way of a tile's sums to memory. A warp stages sixteen rows, rounded, and takes them up again, 16 bytes a lane; or it stages results, and
+// stores each row as a run.
 #pragma once
 
 #include "kernels/chunk/element.cuh"
@@ -15,7 +16,8 @@ constexpr int kWideTile = 192;  // columns
 constexpr int kWarpRows = 16;   // of a warp's sums at a time
 
 // One kernel's product. A tile has kWidth columns; a gate makes half as many of them.
-template <class Operand, GroupedForm kForm_, bool kTurned, int kWidth_ = kTile, bool kBlocks_ = false>
+template <class Operand, GroupedForm kForm_, bool kTurned, int kWidth_ = kTile, bool kBlocks_ = false,
+          bool kSwiglu_ = false>
 struct Product {
   using T = Operand;
   static constexpr bool kScaled = std::is_same_v<T, __nv_fp8_e4m3>;
@@ -30,6 +32,10 @@ struct Product {
   static constexpr int kWidth = kWidth_;
   static constexpr bool kWide = kWidth == kWideTile;
   static_assert(!kWide || kWeights);
+  // A gate that is a SwiGLU without biases, of neither scaled nor interleaved columns: registers hold gate and up of a column.
+  static constexpr bool kSwiglu = kSwiglu_;
+  static_assert(!kSwiglu || (kGated && !kScaled));
+  static constexpr bool kRuns = kWide || kSwiglu;
   static constexpr int kColumns = kGated ? kWidth / 2 : kWidth;  // of the output
   static constexpr int kSums = kWidth / 2;                       // a thread's, of 64 rows
   // Bytes of a staged row: no two rows of a store meet in a bank.
@@ -112,7 +118,7 @@ class Epilogue {
 
   __device__ void store(float (&sums)[P::kSums], const WarpRows& rows) {
     if (rows.count <= 0) return;
-    if constexpr (P::kWide) return store_runs(sums, rows);
+    if constexpr (P::kRuns) return store_runs(sums, rows);
     if constexpr (P::kScaled && !P::kBlocks) scale(sums, rows);
     stage<P>(sums, staged_);
     const int part = lane_ % kParts;
@@ -149,18 +155,77 @@ class Epilogue {
   static constexpr int kParts = kColumns / 8;
   static constexpr int kRows = 32 / kParts;  // that the warp takes up at a time
 
-  // Each row is a run, which the warp does not wait for: loads of a wide tile leave the time to store it.
-  __device__ void store_runs(const float (&sums)[P::kSums], const WarpRows& rows) const {
-    await_stores_read();
-    stage<P>(sums, staged_);
+  // Each row is a run, which the warp does not wait for: the other group's products leave the time to store it.
+  __device__ void store_runs(const float (&sums)[P::kSums], const WarpRows& rows) {
+    const int64_t column = int64_t{rows.tile} * kColumns;
+    const auto bytes = 2 * static_cast<int>(min(int64_t{kColumns}, params_.gate.width - column));
+    if (bytes <= 0) return;
+    if constexpr (kGated) {
+      store_swiglu(sums, rows, column, bytes);
+    } else {
+      await_stores_read<0>();
+      stage<P>(sums, staged_);
+      show_async();
+      __syncwarp();
+      if (lane_ < rows.count) {
+        store_run(places(rows).here + column * 2, staged_ + lane_ * P::kPitch, bytes);
+      }
+      commit_stores();
+    }
+  }
+
+  // Eight rows at a time.
+  __device__ void store_swiglu(const float (&sums)[P::kSums], const WarpRows& rows, int64_t column,
+                               int bytes) {
+    const GateParams& gate = params_.gate;
+    const auto* const shares = static_cast<const float*>(gate.shares);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool stores = lane_ / 8 == half && lane_ < rows.count;
+      const int64_t own_row = rows.first + lane_;
+      if (gate.gate_grad != nullptr) {
+        stage_half<P::kWidth>(half, [&](int i) { return sums[i]; });
+        if (stores) {
+          const int64_t begin = own_row * gate.grad_stride + column;
+          store_run(&part_at<T>(gate.gate_grad, begin), run(), bytes);
+          store_run(&part_at<T>(gate.up_grad, begin), run() + kColumns * 2, bytes);
+        }
+        commit_stores();
+      }
+      const int row = 8 * half + lane_ / 4;
+      const float share = shares == nullptr || row >= rows.count ? 1.0f : shares[rows.first + row];
+      stage_half<kColumns>(half, [&](int i) {
+        const float up = rounded(sums[P::kSums / 2 + i]);
+        const Gated<float> active = apply(GateForm<float>(), true, rounded(sums[i]), up);
+        return active.value * active.factor * share;
+      });
+      if (stores) store_run(&part_at<T>(gate.output, own_row * gate.width + column), run(), bytes);
+      commit_stores();
+    }
+  }
+
+  // Stages eight rows of sums or of what `value(i)` makes of sum i, where runs were stored before the last ones.
+  template <int kCount, class Value>
+  __device__ __forceinline__ void stage_half(int half, const Value& value) {
+    slot_ = staged_ + (slot_ == staged_ ? 8 * P::kPitch : 0);
+    await_stores_read<1>();
+    __syncwarp();
+    char* const to = slot_ + lane_ / 4 * P::kPitch + lane_ % 4 * 4;
+#pragma unroll
+    for (int j = 0; j < kCount / 8; ++j) {
+      const int first = 4 * j + 2 * half;
+      *reinterpret_cast<uint32_t*>(to + 16 * j) = round_pair<T>(value(first), value(first + 1));
+    }
     show_async();
     __syncwarp();
-    const int64_t column = int64_t{rows.tile} * kColumns;
-    const auto columns = static_cast<int>(min(int64_t{kColumns}, params_.gate.width - column));
-    if (lane_ < rows.count && columns > 0) {
-      store_run(places(rows).here + column * 2, staged_ + lane_ * P::kPitch, columns * 2);
-    }
-    commit_stores();
+  }
+  // The staged row that this lane stores.
+  __device__ const char* run() const { return slot_ + lane_ % 8 * P::kPitch; }
+
+  __device__ static float rounded(float sum) {
+    T value;
+    round_to(sum, value);
+    return to_float(value);
   }
 
   // Sums become products with the scales of their rows, then of their columns; stage() says which a lane has.
@@ -289,6 +354,7 @@ class Epilogue {
   const int second_;
   char* const staged_;
   const int lane_;
+  char* slot_ = staged_;  // of eight rows
 };
 
 #endif

@@ -5,7 +5,8 @@
 //   group 0  |   | mma 0 | store 0 | mma 2 | ...
 //   group 1  |           | mma 1   | store 1 | ...
 //
-// Tiles have 128 x 128 numbers. Gradients of weights also have tiles of 128 x 192, which need a sixth fewer loads for their products.
+// Tiles have 128 x 128 numbers. Gradients of weights also have tiles of 128 x 192, which need a sixth fewer loads for their products. With few
+// numbers of k a SwiGLU takes longer than the products: then one without biases is applied to the sums in registers.
 //
 // With scales of blocks the groups share each tile, half of its rows each: one adds a stage's products to its sums while the other
 // multiplies.
@@ -322,7 +323,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
       consume(params, shared);
     }
   }
-  if constexpr (P::kWide) await_stores();
+  if constexpr (P::kRuns) await_stores();
   // A CTA stays until the other one stores nothing more in its memory.
   meet_cluster();
 #endif
@@ -340,18 +341,20 @@ Kernel kernel_of() {
   return {grouped_gemm_kernel<P>, P::kWidth, kSharedBytes<P>};
 }
 
+// The kernel, or its other form: of a wide tile, or of a SwiGLU.
 template <class T>
-Kernel kernel_of(GroupedForm form, bool turned, bool wide) {
+Kernel kernel_of(GroupedForm form, bool turned, bool other) {
   switch (form) {
     case GroupedForm::kRows:
       return turned ? kernel_of<Product<T, GroupedForm::kRows, true>>()
                     : kernel_of<Product<T, GroupedForm::kRows, false>>();
     case GroupedForm::kGate:
+      if (other) return kernel_of<Product<T, GroupedForm::kGate, false, kTile, false, true>>();
       return turned ? kernel_of<Product<T, GroupedForm::kGate, true>>()
                     : kernel_of<Product<T, GroupedForm::kGate, false>>();
     case GroupedForm::kWeights:
-      return wide ? kernel_of<Product<T, GroupedForm::kWeights, true, kWideTile>>()
-                  : kernel_of<Product<T, GroupedForm::kWeights, true>>();
+      return other ? kernel_of<Product<T, GroupedForm::kWeights, true, kWideTile>>()
+                   : kernel_of<Product<T, GroupedForm::kWeights, true>>();
   }
   return {};
 }
@@ -366,11 +369,11 @@ Kernel scaled_kernel(GroupedForm form, bool by_blocks) {
                    : kernel_of<Product<T, GroupedForm::kRows, false>>();
 }
 
-Kernel kernel_for(const GroupedGemmParams& gemm, bool wide) {
+Kernel kernel_for(const GroupedGemmParams& gemm, bool other) {
   if (gemm.scale != nullptr) return scaled_kernel(gemm.form, gemm.by_blocks);
   return gemm.gate.element == Element::kFloat16
-             ? kernel_of<__half>(gemm.form, gemm.turned, wide)
-             : kernel_of<__nv_bfloat16>(gemm.form, gemm.turned, wide);
+             ? kernel_of<__half>(gemm.form, gemm.turned, other)
+             : kernel_of<__nv_bfloat16>(gemm.form, gemm.turned, other);
 }
 
 // The maps of boxes of rows of kLine bytes.
@@ -426,9 +429,18 @@ int column_pairs(const GroupedGemmParams& gemm, int tile_width) {
   return static_cast<int>((gemm.gate.width + pair - 1) / pair);
 }
 
-// Gradients of weights have the tile that is expected to end first. Both give the same bits.
-bool takes_wide(const GroupedGemmParams& gemm) {
-  if (gemm.form != GroupedForm::kWeights) return false;
+// Up to this k the form of a SwiGLU is faster; measured.
+constexpr int64_t kSwigluMaxK = 2048;
+
+// A SwiGLU of few k has its form, and gradients of weights have the tile that is expected to end first. The bits are the same.
+bool takes_other(const GroupedGemmParams& gemm) {
+  if (gemm.form == GroupedForm::kRows) return false;
+  if (gemm.form == GroupedForm::kGate) {
+    const GateParams& gate = gemm.gate;
+    return gate.activation == Activation::kSilu && gate.alpha == 1.0 && gate.limit <= 0.0 &&
+           gate.offset == 0.0 && gate.gate_bias == nullptr && !gate.interleaved && !gemm.turned &&
+           gemm.k <= kSwigluMaxK;
+  }
   const auto time = [&](int width) {
     constexpr int kCost = 28;  // columns that a tile takes longer than its products; measured
     const int64_t tiles =
@@ -447,10 +459,12 @@ cudaError_t load_grouped_gemm() {
                                 kernel.shared_bytes);
   };
   for (const auto form : {GroupedForm::kRows, GroupedForm::kGate, GroupedForm::kWeights}) {
-    for (const bool option : {false, true}) {
+    for (const int options : {0, 1, 2}) {
+      const bool turned = options == 1;
+      const bool other = options == 2;
       for (const Kernel& kernel :
-           {kernel_of<__nv_bfloat16>(form, option, option), kernel_of<__half>(form, option, option),
-            scaled_kernel(form, option)}) {
+           {kernel_of<__nv_bfloat16>(form, turned, other), kernel_of<__half>(form, turned, other),
+            scaled_kernel(form, turned)}) {
         const cudaError_t error = set_memory(kernel);
         if (error != cudaSuccess) return error;
       }
@@ -463,7 +477,7 @@ cudaError_t launch_grouped_gemm(const GroupedGemmParams& gemm, cudaStream_t stre
   const GateParams& gate = gemm.gate;
   const bool weights = gemm.form == GroupedForm::kWeights;
   if (gemm.rows == 0 || gate.width == 0 || gate.experts == 0) return cudaSuccess;
-  const Kernel kernel = kernel_for(gemm, takes_wide(gemm));
+  const Kernel kernel = kernel_for(gemm, takes_other(gemm));
   const bool gated = gemm.form == GroupedForm::kGate;
   const bool apart = gated && !gate.interleaved;  // gate and up are not neighbours
   KernelParams params{};
