@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._moe.activation import FORM, gate_backward, sums_of_experts
-from overlap_torch._moe.ops import ROUTES, complete, define, row_shares, share_gradients
+from overlap_torch._moe.ops import ROUTES, after, complete, define, row_shares, share_gradients
 from overlap_torch._moe.products import flops
 from overlap_torch._ops.composition import accumulated
 
@@ -52,7 +52,7 @@ def _backward(ctx, grad, *_):
     needs_bias, needs_down, needs_down_bias, needs_shares = needs
     way = (ctx.choices, *routes, ctx.ranks_first, ctx.group)
     wide = accumulated(grad.dtype)
-    shares = None if weights is None else row_shares(weights, routes, ctx.group, wide)
+    shares = None if weights is None else row_shares(after(weights, grad), routes, ctx.group, wide)
     compute = _ops._moe_gate_backward
     again = torch.is_grad_enabled()  # a second derivative: of operators that have one
     if again:
@@ -60,7 +60,7 @@ def _backward(ctx, grad, *_):
     given = _ops._moe_spread(grad, *way)
     product = _ops._moe_linear(given, down.transpose(1, 2), offs)
     if rows is None or (again and x is not None):
-        rows = _ops._moe_spread(x, *way)
+        rows = _ops._moe_spread(after(x, grad), *way)
     if parts[0] is None or again:
         parts = [None if w is None else _ops._moe_linear(rows, w, offs) for w in (gate_up, up)]
     operands = (parts[0], None if up is None else parts[1], bias, shares, offs)

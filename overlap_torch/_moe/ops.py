@@ -274,6 +274,17 @@ def _away(parts, routes, place, source, splits, group):
     return parts.new_zeros((rows, parts.shape[1])).index_copy_(0, place, came)
 
 
+@define("_moe_after(Tensor x, Tensor grad) -> Tensor")
+def _after(x, grad):
+    return x.clone()
+
+
+def after(x, grad):
+    """``x``, for a collective of backward. In a compiler's graph it depends on ``grad``: a partitioner may move a collective of
+    other tensors to forward, on one rank and not on another."""
+    return _ops._moe_after(x, grad) if torch._C._len_torch_dispatch_stack() > 0 else x
+
+
 @define(
     f"moe_combine(Tensor results, Tensor? topk_weights, SymInt tokens, int choices, {ROUTES}, bool ranks_first, str group) -> Tensor"
 )
@@ -325,6 +336,7 @@ _FAKES = {
     "_moe_spread": lambda x, choices, *routes: x.new_empty((routes[3].shape[0], x.shape[1])),
     "_moe_home": lambda rows, r, p, s, t, total, g: rows.new_empty((total, rows.shape[1])),
     "_moe_away": lambda parts, r, p, s, t, g: parts.new_empty((s.shape[0], parts.shape[1])),
+    "_moe_after": lambda x, grad: torch.empty_like(x),
     "moe_combine": lambda results, w, tokens, *_: results.new_empty((tokens, results.shape[1])),
     "_moe_weigh": lambda grad, results, shares: (
         grad.new_empty(grad.shape),
@@ -369,7 +381,9 @@ def _combine_backward(ctx, grad):
     # A second derivative follows the composition; the operator has none of its own.
     compute = _weigh if torch.is_grad_enabled() else _ops._moe_weigh
     wide = accumulated(results.dtype)
-    for_results, dots = compute(rows, results, row_shares(weights, routes, ctx.group, wide))
+    for_results, dots = compute(
+        rows, results, row_shares(after(weights, grad), routes, ctx.group, wide)
+    )
     needs_shares = ctx.needs_input_grad[1]
     for_shares = share_gradients(dots, weights, routes, ctx.group) if needs_shares else None
     return for_results, for_shares, *(None,) * 9
@@ -407,12 +421,17 @@ def _away_backward(ctx, grad):
     return _ops._moe_home(grad, *ctx.saved_tensors, ctx.total, ctx.group), *(None,) * 5
 
 
+def _after_backward(ctx, grad):
+    return grad, None
+
+
 _GRADIENTS = {
     "moe_dispatch": (_rows_backward, _keep_dispatch),
     "_moe_spread": (_rows_backward, _keep_spread),
     "moe_combine": (_combine_backward, _keep_combine),
     "_moe_home": (_home_backward, _keep_home),
     "_moe_away": (_away_backward, _keep_away),
+    "_moe_after": (_after_backward, None),
 }
 
 

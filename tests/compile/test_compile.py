@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import overlap_torch
 import rank_pool
-from checks import Failures, export
+from checks import Failures, close, export
 from layers import fill_with_integers, integers
 from operands import Case, difference, place, rank_device, world_name
 from ops import OPS, Arguments, every_op, map_tensors, tensors_of
@@ -278,6 +280,36 @@ def test_compile_calls_in_one_order_on_all_ranks(failures: Failures) -> None:
         failures.expect(difference(*pair), number)
 
 
+class Experts(torch.nn.Module):
+    """Two mixtures of experts that do not wait for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        experts = 4 // dist.get_world_size()
+        shapes = {"gate_up": (2, experts, 16, 8), "down": (2, experts, 8, 8), "router": (4, 8)}
+        for name, shape in shapes.items():
+            drawn = torch.randn(shape, device=rank_device()) / 3
+            self.register_parameter(name, torch.nn.Parameter(drawn))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weights, ids = (input @ self.router.t()).softmax(-1).topk(2)
+        pairs = zip((input, input.sin()), self.gate_up, self.down, strict=True)
+        first, second = [overlap_torch.moe(x, ids, weights, *pair) for x, *pair in pairs]
+        return input + first + second
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_compile_experts_of_unlike_tokens(failures: Failures) -> None:
+    """A partitioner may move what needs no gradient to forward: no collective of backward, whatever its size here."""
+    torch.manual_seed(0)
+    model = Experts()
+    input = torch.randn((5, 3)[dist.get_rank()], 8, device=rank_device())
+    compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+    right, found = (results(run, model, input) for run in (model, compiled))
+    for number, pair in enumerate(zip(found, right, strict=True)):
+        failures.expect(close(*pair), number)
+
+
 def results(run: Callable, module: torch.nn.Module, input: torch.Tensor) -> list[torch.Tensor]:
     """The output, and the gradients of the input and of this rank's parts."""
     module.zero_grad()
@@ -285,5 +317,5 @@ def results(run: Callable, module: torch.nn.Module, input: torch.Tensor) -> list
     output = run(input)
     output.sum().backward()
     grads = [parameter.grad for parameter in module.parameters()]
-    locals_ = [grad.to_local() for grad in grads]
-    return [output.detach(), input.grad, *locals_]
+    own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    return [output.detach(), input.grad, *own]
