@@ -59,6 +59,7 @@ STEPS_TEST_NAME = "_steps_test.so"
 PLAN_STUB_NAME = "_plan.pyi"
 PROFILE = "overlap_torch/profiles/h200.json"
 TORCH_HEADERS = "cpu/torch_headers.h"
+SOURCE_HASH = "plan/source_hash.cc"
 PLANNER_FOLDER = "build/plan"  # the objects that know neither torch nor CUDA, for every build
 # One row for each Hopper GEMM: kernel, data types of the operand, with the stores to peers or without.
 SM90_SOURCE = "csrc/kernels/gemm/gemm_instance_sm90.cu"
@@ -127,7 +128,7 @@ def objects(edges: Iterable[Edge]) -> list[str]:
 
 
 def build_info(cuda: Cuda | None) -> str:
-    """The text that torch.ops.overlap.build_info() returns."""
+    """The text that torch.ops.overlap.build_info() returns, before the hash of the sources."""
     if cuda is None:
         return "cuda=none"
     lists = f"archs={','.join(cuda.archs)};dtypes={','.join(cuda.dtypes)}"
@@ -140,11 +141,9 @@ def planner_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
     # The profile that is shipped is compiled in: the planner reads no files.
     shipped = f"{folder}/plan/shipped_profile.cc"
     profile = Edge("profile_source", shipped, [PROFILE], [], ["tools/profile_source.py"])
-    # Ranks compare what they were built from.
-    parts = ("kernels", "plan", "planner", "runtime", "steps")
-    hashed = f"{folder}/plan/source_hash.cc"
-    all_sources = [file for part in parts for file in sources(f"{part}/**/*.*")]
-    digest = Edge("source_hash", hashed, all_sources, [], ["tools/source_hash.py"])
+    # Ranks compare what they were built from, and tuned times hold for it.
+    hashed = f"{folder}/{SOURCE_HASH}"
+    digest = Edge("source_hash", hashed, sources("**/*.*"), [], ["tools/source_hash.py"])
     made = [Edge("cxx", f"{file}.o", [file], CXX_FLAGS) for file in (shipped, hashed)]
     return [profile, digest, *made, *compile_edges("cxx", files, folder, CXX_FLAGS)]
 
@@ -454,8 +453,9 @@ def announce_no_cuda(reason: str) -> None:
 def build_record(torch: ModuleType, cuda: Cuda | None, why_no_cuda: str | None) -> str:
     """The doctor's facts about the build, as JSON."""
     compiler = subprocess.run([*find_cxx(), "--version"], capture_output=True, text=True).stdout
+    sources = re.search(r"0x(\w+)", (ROOT / PLANNER_FOLDER / SOURCE_HASH).read_text())[1]
     record = {
-        "build_info": build_info(cuda),
+        "build_info": f"{build_info(cuda)};sources={sources}",
         "torch": torch.__version__,
         "why_no_cuda": why_no_cuda,
         "cxx": compiler.split("\n")[0],

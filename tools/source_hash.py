@@ -12,7 +12,7 @@ def main(output: str, *files: str) -> None:
     for file in sorted(files):
         digest.update(f"{file}\n".encode() + Path(file).read_bytes())
     Path(output).write_text(
-        "// Made by tools/source_hash.py of the sources that plan and communicate.\n"
+        "// Made by tools/source_hash.py of the sources in csrc.\n"
         "#include <cstdint>\n\n"
         "namespace overlap::plan {\n"
         "extern const uint64_t kSourceHash;\n"

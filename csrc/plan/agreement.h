@@ -10,7 +10,7 @@
 
 namespace overlap::plan {
 
-// A hash of the sources in csrc that plan, run and compute; tools/source_hash.py makes it.
+// A hash of all sources in csrc; tools/source_hash.py makes it.
 extern const uint64_t kSourceHash;
 
 // The reasons why a rank's kernels run one at a time, as far as the process can see them.

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(overlap_torch.__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import toolchain  # noqa: E402  (found through the path above)
+import source_hash  # noqa: E402  (found through the path above)
+import toolchain  # noqa: E402
 
 HOPPER = Gpu("H", (9, 0), 132, 140.0)
 AMPERE = Gpu("A", (8, 0), 108, 80.0)
@@ -207,14 +208,26 @@ def test_command_line_says_the_version(capsys):
 def test_build_info_agrees_with_the_record():
     info = torch.ops.overlap.build_info()
     assert re.fullmatch(
-        r"cuda=none|cuda=\d+\.\d+;archs=[\w,]+;dtypes=[\w,]+;nccl=\d+\.\d+\.\d+", info
+        r"cuda=(none|\d+\.\d+;archs=[\w,]+;dtypes=[\w,]+;nccl=\d+\.\d+\.\d+);sources=[0-9a-f]{16}",
+        info,
     )
     path = PACKAGE / "_build.json"
     if not path.exists():
         pytest.skip("the library was brought here without the record of its build")
     record = json.loads(path.read_text())
     assert record["build_info"] == info
-    assert (record["why_no_cuda"] is not None) == (info == "cuda=none")
+    assert (record["why_no_cuda"] is not None) == info.startswith("cuda=none;")
+
+
+def test_source_hash_changes_with_each_file(tmp_path):
+    files = [tmp_path / name for name in ("a.cc", "b.h")]
+    seen = set()
+    for changed in (None, *files):
+        for file in files:
+            file.write_text("new" if file == changed else "old")
+        source_hash.main(str(tmp_path / "hash.cc"), *map(str, files))
+        seen.add((tmp_path / "hash.cc").read_text())
+    assert len(seen) == 3
 
 
 @pytest.mark.skipif(not shutil.which("readelf"), reason="readelf is not installed")

@@ -617,7 +617,13 @@ def test_tune_files_know_what_times_hold_for(monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     changed = _tuned_files.environment(device, machine, 2)
     assert changed == {**before, "NCCL_ALGO": "Ring"}
-    assert _tuned_files.Files(changed).path(big()) != _tuned_files.Files(before).path(big())
+    build, _, sources = before["build"].partition(";sources=")
+    assert build and len(sources) == 16
+    updated = {
+        **before,
+        "build": f"{build};sources={sources[::-1]}",
+    }  # other sources, another folder
+    assert len({_tuned_files.Files(one).path(big()) for one in (before, changed, updated)}) == 3
 
 
 def test_tune_family_is_what_other_m_share():

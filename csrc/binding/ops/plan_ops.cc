@@ -2,6 +2,8 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <cinttypes>
+#include <cstdio>
 
 #include "binding/ops/environment.h"
 #include "binding/ops/groups.h"
@@ -118,7 +120,9 @@ std::string peer_memory(const std::string& group_name) {
 }
 
 std::string build_info() {
-  return OVERLAP_BUILD_INFO;
+  char hash[17];
+  std::snprintf(hash, sizeof(hash), "%016" PRIx64, plan::kSourceHash);
+  return std::string(OVERLAP_BUILD_INFO ";sources=") + hash;
 }
 
 // True if the group's ranks map each other's memory on such a device, and their kernels may run beside each other.
