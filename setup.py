@@ -402,7 +402,11 @@ def ninja_text(folder: str, edges: Sequence[Edge], rules: dict[str, list[str]]) 
 def job_count() -> int:
     """MAX_JOBS, or all cores as far as memory goes."""
     if given := os.environ.get("MAX_JOBS"):
-        return max(1, int(given))
+        if not given.isdecimal() or int(given) < 1:
+            raise BuildError(
+                f"MAX_JOBS is {given!r}, allowed are whole numbers from 1: compilers at a time"
+            )
+        return int(given)
     available = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
     by_memory = int(available[1]) * 1024 // JOB_BYTES if available else 1
     return max(1, min(len(os.sched_getaffinity(0)), by_memory))

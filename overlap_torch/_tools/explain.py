@@ -13,6 +13,7 @@ from overlap_torch import _plan
 from overlap_torch._ops.collectives import usual_invariance
 from overlap_torch._plan import Op, Problem
 from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
+from overlap_torch._tools.variables import environment
 from overlap_torch._watch.drawing import figure
 from overlap_torch.plan import _library as library
 from overlap_torch.plan import files
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _complete(args: argparse.Namespace) -> None:
     """Puts a machine (None: this one), a plan (None: the planner's) and its problem in the place of their words."""
+    environment()
     machine = {"here": None, "h200": H200}.get(args.machine, args.machine)
     if isinstance(machine, str):
         try:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from overlap_torch._tools.variables import environment
+
 _TIMEOUT = datetime.timedelta(seconds=120)
 
 
@@ -29,12 +31,18 @@ class Ranks:
         """All GPUs of this machine, or two CPU ranks if there is none, unless the options, or torchrun, say otherwise.
 
         Raises:
-            ValueError: more ranks than GPUs, or no rank at all.
+            ValueError: more ranks than GPUs or than torchrun started, no rank at all, or an environment that ops refuse.
         """
+        environment()
         gpus = torch.cuda.device_count() if device_type != "cpu" else 0
         device_type = device_type or ("cuda" if gpus else "cpu")
-        if world_size is None and "TORCHELASTIC_RUN_ID" in os.environ:
-            return Ranks(int(os.environ["WORLD_SIZE"]), device_type)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            started = int(os.environ["WORLD_SIZE"])
+            if world_size not in (None, started):
+                raise ValueError(
+                    f"world is {world_size}, but torchrun started {started} ranks: leave --world out"
+                )
+            return Ranks(started, device_type)
         if world_size is None:
             world_size = gpus if device_type == "cuda" else 2
         if world_size < 1:

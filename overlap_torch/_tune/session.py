@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 import warnings
@@ -108,7 +107,8 @@ class Session:
         cache: bool,
         plans: list[Plan],
     ) -> None:
-        timeout_s = float(os.environ.get("OVERLAP_TIMEOUT_S") or _timeout_s(members, device))
+        given = torch.ops.overlap.environment()["OVERLAP_TIMEOUT_S"]
+        timeout_s = float(given or _timeout_s(members, device))
         _boards[members] = _boards.get(members, 0) + 1
         self.board = Board(
             store=dist.distributed_c10d._get_process_group_store(members),

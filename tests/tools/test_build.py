@@ -392,6 +392,42 @@ def test_doctor_command_reports_every_section(hidden, capsys):
         assert len(off) >= 2 and all(": " in reason for reason in off), said
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("OVERLAP_TUNE", "x", "every op raises: overlap_torch: OVERLAP_TUNE is 'x'; it must be 0 or 1"),
+        ("OVERLAP_VLLM", "yes", "OVERLAP_VLLM is 'yes', allowed are 0, 1"),
+        ("OVERLAP_MOE_ROWS", "0", "OVERLAP_MOE_ROWS is '0', allowed are 1 or more"),
+        ("MAX_JOBS", "x", "MAX_JOBS is 'x', allowed are 1 or more"),
+        ("OVERLAP_CACHE", "/anywhere", ""),
+        ("OVERLAP_LOG", "plans", ""),
+    ],
+)  # fmt: skip
+def test_doctor_says_which_variable_has_no_meaning(name, value, said, monkeypatch):
+    monkeypatch.setenv(name, value)
+    warned = [line for line in _doctor._environment_lines() if line.startswith("WARNING")]
+    assert warned[:1] == ([f"WARNING: {said}"] if said else [])
+
+
+@pytest.mark.parametrize(
+    "command", ["demo", "explain --machine h200", "tune --shapes 8x8x8", "bench --op all"]
+)
+def test_commands_refuse_a_variable_without_meaning(command, monkeypatch, capsys):
+    monkeypatch.setenv("OVERLAP_TUNE", "x")
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--device", "cpu"])
+    assert ended.value.code == 2
+    assert "OVERLAP_TUNE is 'x'; it must be 0 or 1" in capsys.readouterr().err
+
+
+def test_import_takes_variables_without_meaning():
+    """So that the doctor can say which."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import overlap_torch"], env=os.environ | {"OVERLAP_TUNE": "x"}, cwd=ROOT
+    )  # fmt: skip
+    assert done.returncode == 0
+
+
 def test_command_line_names_its_commands(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--help"])

@@ -599,7 +599,8 @@ def test_commands_have_the_ranks_of_torchrun(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     assert Ranks.choose(None, "cpu") == Ranks(3, "cpu")
-    assert Ranks.choose(4, "cpu") == Ranks(4, "cpu")
+    with pytest.raises(ValueError, match="world is 4, but torchrun started 3 ranks: leave --world"):
+        Ranks.choose(4, "cpu")
 
 
 def test_tune_files_know_what_times_hold_for(monkeypatch):
@@ -700,8 +701,9 @@ def test_tune_at_first_calls_is_asked_for_by_a_variable(value, hooked, monkeypat
         monkeypatch.setenv("OVERLAP_TUNE", value)
     assert (_first_calls.wanted_at_first_calls() is not None) == hooked
     monkeypatch.setenv("OVERLAP_TUNE", "yes")
-    with pytest.raises(ValueError, match="OVERLAP_TUNE must be 0 or 1, but it is 'yes'"):
-        _first_calls.wanted_at_first_calls()
+    assert _first_calls.wanted_at_first_calls() is None
+    with pytest.raises(ValueError, match="OVERLAP_TUNE is 'yes'; it must be 0 or 1"):
+        torch.ops.overlap.environment()  # as an op reads it
 
 
 PROGRAM = """

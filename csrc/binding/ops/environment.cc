@@ -81,6 +81,7 @@ Environment read_environment() {
   read.log_plans = read_choice("OVERLAP_LOG", "none", "plans", false);
   read.invariance = read_invariance("OVERLAP_INVARIANCE");
   read.profile = read_profile("OVERLAP_PROFILE");
+  read_choice("OVERLAP_TUNE", "0", "1", false);  // Python's, checked with the others
   // Whoever keeps NCCL from the GPUs' access to each other has a reason that holds here, too.
   const char* p2p_disabled = std::getenv("NCCL_P2P_DISABLE");
   const bool wanted = p2p_disabled == nullptr || std::string(p2p_disabled) != "1";
