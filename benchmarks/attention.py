@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from overlap_torch._tools.launch import current_device
 from overlap_torch._torch_versions import context_parallel_module
 
 from .measure import MODES, Stopwatch
-from .study import Option, Study, check_close, model_cases, model_rows, modes_here, pass_of
+from .study import REPEATS, Option, Study, check_close, model_cases, model_rows, modes_here, pass_of
 from .tables import table
 
 WIDTH = 128
@@ -191,6 +192,33 @@ def _line(row: dict) -> str:
     return table(head, rows) + "\n"
 
 
+def _variants_of_ours(text: str, args: argparse.Namespace) -> list[str]:
+    found = text.split(",")
+    for how in found:
+        cut = re.fullmatch(r"([1-9]\d*)x[1-9]\d*", how)
+        if how not in ("chosen", "nccl") and not cut:
+            raise ValueError(f"--ours has {how!r}, allowed are chosen, nccl, and PxC, as in 2x4")
+        if cut and args.device == "cpu":
+            raise ValueError(f"--ours has {how}, which is over peer memory, and so for GPUs only")
+        if cut and int(cut[1]) not in (1, args.world):
+            raise ValueError(f"--ours has {how}, allowed are 1 and {args.world} parts of the heads")
+    return found
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    """Raises ValueError where ranks cannot have equal parts."""
+    world, parts = args.world, args.world * (2 if args.cut == "zigzag" else 1)
+    for name in args.models:
+        heads, kv_heads = MODELS[name].heads, MODELS[name].kv_heads
+        if heads % world or (kv_heads % world and world % kv_heads):
+            raise ValueError(
+                f"--models has {name}, whose {heads} heads, {kv_heads} of keys, cannot be cut into {world} equal parts: "
+                "take another --world"
+            )
+    if wrong := [tokens for tokens in args.tokens if tokens % parts]:
+        raise ValueError(f"--tokens has {wrong[0]}, allowed are multiples of {parts}")
+
+
 OPTIONS = (
     *model_rows(MODELS, "of the whole sequence", [8192, 32768]),
     Option("--modes", default="call,row", allowed=MODES, check=modes_here),
@@ -199,8 +227,8 @@ OPTIONS = (
         "--ours",
         default="nccl,chosen",
         help="variants of this op, as above",
-        check=lambda text, args: text.split(","),
+        check=_variants_of_ours,
     ),
-    Option("--repeats", type=int, default=9, help="turns of all variants"),
+    REPEATS(default=9),
 )
-STUDY = Study(OPTIONS, _rows, _line)
+STUDY = Study(OPTIONS, _rows, _line, prepare=_prepare)

@@ -13,10 +13,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from overlap_torch._tools.launch import Ranks
+from overlap_torch._tools.arguments import count, output, picture
 
 from . import block, computations, gemm, measure, plans, pytorch_ops, report, shapes, worker
-from .study import Option, Study, rank_rows
+from .study import Option, Study, choose_ranks, rank_rows
 
 DTYPES = {
     "bf16": "bfloat16",
@@ -32,8 +32,8 @@ def _op(names: Sequence[str], args: Namespace) -> tuple[str, ...]:
     """All ops. They decide the ranks, which decide other options."""
     ops = tuple(dict.fromkeys(op for name in names for op in (ALL if name == "all" else (name,))))
     world = 1 if args.world is None and ops == ("gemm",) else args.world
-    ranks = Ranks.choose(world, args.device)
-    args.world, args.device = ranks.world_size, ranks.device_type
+    args.world = world
+    choose_ranks(args)
     if "gemm" in ops and args.device == "cpu":
         raise ValueError("--op gemm needs a GPU: it times CUDA kernels")
     if "gemm" in ops and not gemm.available():
@@ -51,7 +51,7 @@ def _blocks(text: str | None, args: Namespace) -> list[shapes.Block]:
     default = "512x8x4x1024@512" if args.device == "cpu" else ",".join(models)
     blocks = shapes.parse_blocks(text or default) if "block" in args.op else []
     for sizes in blocks:
-        sizes.check_divisible(args.world)
+        sizes.check_divisible(args.world, "tokens")
     return blocks
 
 
@@ -114,9 +114,16 @@ def _baselines(names: tuple[str, ...], args: Namespace) -> tuple[str, ...]:
 
 def _json_text(value: str | None, args: Namespace) -> str | None:
     """JSON given on the command line itself or as a file's name."""
-    if value is None or value.lstrip()[:1] in ("{", "["):
+    if value is None:
         return value
-    return Path(value).read_text()
+    text = value if value.lstrip()[:1] in ("{", "[") else Path(value).read_text(encoding="utf-8")
+    try:
+        plans.parse(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{value[:200]} has no plans: {error}; allowed is what plan.files or --json wrote"
+        ) from error
+    return text
 
 
 def _sweep(value: str | None, args: Namespace) -> str | None:
@@ -179,7 +186,7 @@ OPTIONS = (
     ),
     Option(
         "--repeats",
-        type=int,
+        type=count,
         check=lambda repeats, args: repeats or (10 if args.sweep else 20),
         help="repetitions of a call (default: 20, in a sweep 10); row and graph take a quarter, of ten calls each",
     ),
@@ -227,8 +234,8 @@ OPTIONS = (
     Option(
         "--no-check", action="store_true", help="do not compare with the sequence's results first"
     ),
-    Option("--json", metavar="FILE", help="write JSON lines here ('-': to stdout)"),
-    Option("--plot", metavar="FILE", help="draw the speed-ups into this PNG"),
+    Option("--json", type=output, metavar="FILE", help="write JSON lines here ('-': to stdout)"),
+    Option("--plot", type=picture, metavar="FILE", help="draw the speed-ups: PNG, SVG or PDF"),
 )
 
 

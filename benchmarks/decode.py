@@ -14,8 +14,8 @@ compiled, pass    the same with ``overlap_torch.inductor``
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,14 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import overlap_torch
+from overlap_torch._tools.arguments import count, counts
 from overlap_torch._tools.launch import current_device
 from overlap_torch.integrations._norms import Fusion
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
 
 from .measure import Stopwatch, Times
 from .shapes import Block, parse_blocks
-from .study import Option, Study, check_close, numbers
+from .study import REPEATS, Option, Study, check_close
 from .tables import table
 
 EAGER = ("PyTorch", "overlap", "overlap, norms")
@@ -192,7 +193,7 @@ def _rows(args: argparse.Namespace) -> Iterator[list[str]]:
                     right = logits if right is None else right
                     check_close(f"{name}: the logits are", logits, right, MAX_ERROR)
                     _check_fused(name, model, args)
-                    variants[name] = functools.partial(_step, model, tokens)
+                    variants[name] = partial(_step, model, tokens)
                 times = watch.named(mode, variants, args.repeats)
             yield from _lines(block, sequences, times)
             del variants, model
@@ -207,20 +208,34 @@ def _lines(block: Block, sequences: int, times: dict[str, Times]) -> Iterator[li
         yield [block.name, str(sequences), name, time.spread(), second, *ratios]
 
 
+def _blocks(text: str, args: argparse.Namespace) -> list[Block]:
+    blocks = parse_blocks(text)
+    for block in blocks:
+        block.check_divisible(args.world)
+        if block.head_dim % 2:
+            raise ValueError(
+                f"block {block}: hidden / heads is {block.head_dim}, allowed are even numbers: a head turns its halves"
+            )
+    return blocks
+
+
 OPTIONS = (
     Option(
         "--blocks",
         default="llama3-8b@1024,llama3-70b@1024",
-        check=lambda text, args: parse_blocks(text),
+        check=_blocks,
         help="MODEL@POSITIONS and so on",
     ),
-    Option("--layers", type=int, default=4),
-    Option("--vocabulary", type=int, default=32768),
-    Option("--sequences", type=numbers, default=[1, 2, 4, 8, 16, 32, 64]),
+    Option("--layers", type=count, default=4),
+    Option("--vocabulary", type=count, default=32768),
+    Option("--sequences", type=counts, default=[1, 2, 4, 8, 16, 32, 64]),
     Option(
-        "--compiled", type=numbers, default=[16], help="sequences at which compiled ones run, too"
+        "--compiled",
+        type=partial(counts, least=0),
+        default=[16],
+        help="sequences at which compiled ones run, too; 0: none",
     ),
-    Option("--repeats", type=int, default=9, help="turns of all variants"),
+    REPEATS(default=9),
 )
 
 

@@ -24,7 +24,7 @@ from overlap_torch._moe.scaled import block_quantized
 from overlap_torch._tools.launch import current_device
 
 from .measure import Stopwatch
-from .study import Option, Study, check_close, model_cases, model_rows, pass_of
+from .study import REPEATS, Option, Study, check_close, model_cases, model_rows, pass_of
 from .tables import table
 
 
@@ -293,7 +293,7 @@ OPTIONS = (
         help="weights and rows, forward only; blocks: moe's scales, while the sequence has those of rows",
     ),
     Option("--mode", choices=["call", "graph"], default="call"),
-    Option("--repeats", type=int, default=15, help="turns of all variants"),
+    REPEATS(default=15),
 )
 
 

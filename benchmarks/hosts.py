@@ -7,15 +7,18 @@ collective over all ranks is taken to use each GPU's share of the network, too.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
+from functools import partial
 from statistics import geometric_mean
 
 from overlap_torch import _plan
+from overlap_torch._tools.arguments import count, counts, rate
 from overlap_torch.plan import Machine, Plan, Problem
 from overlap_torch.plan._explain import H200
 
 from .shapes import Shape, suite_group
-from .study import Option, Study, numbers
+from .study import Option, Study
 from .tables import table
 
 OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
@@ -61,11 +64,22 @@ def bound(problem: Problem, machine: Machine, gemm_us: float) -> tuple[str, floa
     return max(parts.items(), key=lambda one: one[1])
 
 
+def _ranks_per_host(ranks: int, args: argparse.Namespace) -> int:
+    if ranks > _plan.MAX_PEERS:
+        raise ValueError(f"--ranks-per-host is {ranks}, allowed are 2 to {_plan.MAX_PEERS}")
+    for hosts, shape in itertools.product(args.hosts, suite_group("m_train")):
+        if shape.m % (hosts * ranks):
+            raise ValueError(
+                f"--hosts {hosts} of {ranks} ranks do not divide the suite's {shape.m} rows: take powers of two"
+            )
+    return ranks
+
+
 OPTIONS = (
-    Option("--hosts", type=numbers, default=[2, 4, 8]),
-    Option("--ranks-per-host", type=int, default=8),
-    Option("--link", type=float, default=450.0, help="GB/s of a GPU on its host"),
-    Option("--network", type=float, default=50.0, help="GB/s of a GPU between hosts"),
+    Option("--hosts", type=partial(counts, least=2), default=[2, 4, 8]),
+    Option("--ranks-per-host", type=partial(count, least=2), default=8, check=_ranks_per_host),
+    Option("--link", type=rate, default=450.0, help="GB/s of a GPU on its host"),
+    Option("--network", type=rate, default=50.0, help="GB/s of a GPU between hosts"),
 )
 
 

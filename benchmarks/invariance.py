@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
+from overlap_torch._tools.arguments import counts
 from overlap_torch._tools.launch import current_device
 
 from .measure import Stopwatch
-from .study import MODE, Option, Study, check_close, numbers
+from .study import MODE, REPEATS, Option, Study, check_close
 from .tables import table
 
 INVARIANCES = ("none", "batch", "world")
@@ -64,13 +65,21 @@ def _sizes(text: str, args: argparse.Namespace) -> list[tuple[int, int]]:
         sizes = [tuple(int(size) for size in shape.split("x")) for shape in text.split(",")]
     except ValueError:
         sizes = [()]
-    if any(len(size) != 2 or size[1] % 64 for size in sizes):
-        raise ValueError(f"--shapes takes N x K, K a multiple of 64, such as 4096x8192, not {text}")
+    if any(
+        len(size) != 2 or not 0 < min(size) <= max(size) < 1 << 31 or size[1] % 64 for size in sizes
+    ):
+        raise ValueError(
+            f"--shapes takes N x K from 1, K a multiple of 64, such as 4096x8192, not {text}"
+        )
+    if args.world not in (1, 2, 4, 8):
+        raise ValueError(
+            f"--world is {args.world}, allowed are 1, 2, 4 and 8, as sums of invariance world have"
+        )
     return sizes
 
 
 OPTIONS = (
-    Option("--rows", type=numbers, default=[1, 16, 128, 512, 2048, 8192], help="M"),
+    Option("--rows", type=counts, default=[1, 16, 128, 512, 2048, 8192], help="M"),
     Option(
         "--shapes",
         default="4096x4096,4096x14336,8192x8192,8192x28672",
@@ -78,7 +87,7 @@ OPTIONS = (
         help="N x K of all ranks",
     ),
     MODE,
-    Option("--repeats", type=int, default=9, help="turns of all variants"),
+    REPEATS(default=9),
 )
 
 

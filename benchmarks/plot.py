@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from overlap_torch._watch.drawing import figure
 
 from .tables import Row
 
 
 def draw(rows: Sequence[Row], title: str, path: str | Path) -> None:
-    """Draws the rows' speed-ups into a PNG; without matplotlib says so on stderr and draws nothing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no plot: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
-        return
+    """Draws the rows' speed-ups into a picture."""
     ops = list(dict.fromkeys(row["op"] for row in rows))
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     labels = {op: list(dict.fromkeys(r["label"] for r in rows if r["op"] == op)) for op in ops}
     widest = max(len(names) for names in labels.values())
-    figure = Figure(figsize=(max(6.0, 0.9 * widest + 2), 4.5 * len(ops)), layout="constrained")
-    panels = figure.subplots(len(ops), squeeze=False)[:, 0]
+    page = figure(max(6.0, 0.9 * widest + 2), 4.5 * len(ops), "--plot")
+    panels = page.subplots(len(ops), squeeze=False)[:, 0]
     width = 0.8 / max(1, len(modes))
     for axes, op in zip(panels, ops, strict=True):
         for position, mode in enumerate(modes):
@@ -45,5 +41,5 @@ def draw(rows: Sequence[Row], title: str, path: str | Path) -> None:
         axes.set_ylabel("speed-up over the sequence")
         axes.set_title(op, fontsize=9)
         axes.legend()
-    figure.suptitle(f"{title}\ndashes: bound, crosses: PyTorch's own ops", fontsize=9)
-    figure.savefig(path, dpi=150)
+    page.suptitle(f"{title}\ndashes: bound, crosses: PyTorch's own ops", fontsize=9)
+    page.savefig(path, dpi=150)

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
+from overlap_torch._tools.arguments import count, counts
 from overlap_torch._tools.launch import current_device
 
 from .measure import Stopwatch
-from .study import MODE, Option, Study, numbers
+from .study import MODE, REPEATS, Option, Study
 from .tables import table
 
 VARIANTS = ("fused", "not fused", "NCCL, compiled norm", "GEMM")
@@ -76,13 +77,19 @@ def _cells(row: dict) -> list[str]:
     return [str(row["m"]), str(row["n"]), *spread, f"{times[2].median / times[0].median:.2f}"]
 
 
+def _k(k: int, args: argparse.Namespace) -> int:
+    if k < args.world:
+        raise ValueError(f"--k is {k}, allowed are {args.world} and more: each rank has a part")
+    return k
+
+
 OPTIONS = (
-    Option("--rows", type=numbers, default=[1, 6, 16, 64, 128, 512], help="M"),
-    Option("--columns", type=numbers, default=[4096, 6144, 8192], help="N"),
+    Option("--rows", type=counts, default=[1, 6, 16, 64, 128, 512], help="M"),
+    Option("--columns", type=counts, default=[4096, 6144, 8192], help="N"),
     Option("--gemm", action="store_true", help="begin with a GEMM; each rank has K / ranks"),
-    Option("--k", type=int, default=8192, help="K of all ranks"),
+    Option("--k", type=count, default=8192, check=_k, help="K of all ranks"),
     MODE,
-    Option("--repeats", type=int, default=15, help="turns of all variants"),
+    REPEATS(default=15),
 )
 
 

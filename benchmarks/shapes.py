@@ -43,9 +43,9 @@ class Block:
         sizes = "x".join(map(str, (self.hidden, self.heads, self.kv_heads, self.intermediate)))
         return f"{sizes if self.name == 'custom' else self.name}@{self.tokens}"
 
-    def check_divisible(self, world_size: int) -> None:
-        """Raises ValueError where a size cannot be cut into `world_size` equal parts."""
-        for name in ("heads", "kv_heads", "intermediate", "tokens"):
+    def check_divisible(self, world_size: int, *more: str) -> None:
+        """Raises ValueError where a size, or one of these more, cannot be cut into `world_size` equal parts."""
+        for name in ("heads", "kv_heads", "intermediate", *more):
             if getattr(self, name) % world_size:
                 raise ValueError(
                     f"block {self}: {name} = {getattr(self, name)} is not divisible by {world_size} ranks"
@@ -81,11 +81,11 @@ def parse(text: str) -> list[Shape]:
     for entry in _entries(text):
         if entry in GROUPS:
             shapes += suite_group(entry)
-        elif re.fullmatch(r"\d+x\d+x\d+", entry):
+        elif re.fullmatch(r"[1-9]\d{,8}(x[1-9]\d{,8}){2}", entry):
             shapes.append(Shape("custom", *(int(size) for size in entry.split("x"))))
         else:
             raise ValueError(
-                f"shape {entry!r} is neither MxNxK, as in 4096x8192x7168, nor one of {', '.join(GROUPS)}"
+                f"shape {entry!r} is neither MxNxK from 1 to 999999999, as in 4096x8192x7168, nor one of {', '.join(GROUPS)}"
             )
     if not shapes:
         raise ValueError("no shapes given")
@@ -103,9 +103,9 @@ def parse_blocks(text: str) -> list[Block]:
         what, _, tokens = entry.partition("@")
         sizes = MODELS.get(what)
         name = what if sizes else "custom"
-        if sizes is None and re.fullmatch(r"\d+x\d+x\d+x\d+", what):
+        if sizes is None and re.fullmatch(r"\d{1,9}(x\d{1,9}){3}", what):
             sizes = tuple(int(size) for size in what.split("x"))
-        if sizes is None or not tokens.isdigit() or min(*sizes, int(tokens)) < 1:
+        if sizes is None or not re.fullmatch(r"\d{1,9}", tokens) or min(*sizes, int(tokens)) < 1:
             raise ValueError(
                 f"block {entry!r} is neither MODEL@TOKENS, MODEL one of {', '.join(MODELS)}, nor "
                 "HIDDENxHEADSxKV_HEADSxINTERMEDIATE@TOKENS, as in 4096x32x8x14336@8192"

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_torch._tools import bench as bench_entry
+from overlap_torch._tools.arguments import count, counts, output
 from overlap_torch._tools.launch import Ranks, launch, rank_options
 
 from .measure import MODES
@@ -89,7 +91,7 @@ class Study:
     """How one study goes.
 
     Attributes:
-        options: its own options.
+        options: its own options; with ``--world`` among them, a check chooses the ranks.
         rows: measures, on every rank, and gives a row for each problem or variant.
         line: the text to print for a row at once; "" prints nothing.
         summary: the text to print for all rows.
@@ -111,20 +113,23 @@ class Study:
 
 # --- options that several studies have ------------------------------------------------------------------------
 
-JSON = Option("--json", help="a file for the rows")
+JSON = Option("--json", type=output, help="a file for the rows")
+REPEATS = partial(Option, "--repeats", type=count, help="turns of all variants")
 
 
 def rank_rows(world: str = "all GPUs, or 2 on CPU") -> list[Option]:
     return [Option(flag, **arguments) for flag, arguments in rank_options(world).items()]
 
 
-def _on_cpu(args: argparse.Namespace) -> bool:
-    return Ranks.choose(args.world, args.device).device_type == "cpu"
+def choose_ranks(args: argparse.Namespace) -> None:
+    """Puts in what ``--world`` and ``--device`` leave open, before checks that depend on it."""
+    ranks = Ranks.choose(args.world, args.device)
+    args.world, args.device = ranks.world_size, ranks.device_type
 
 
 def modes_here(modes: Sequence[str], args: argparse.Namespace) -> Sequence[str]:
     """The modes; raises ValueError for CUDA graphs on ranks without a GPU."""
-    if "graph" in modes and _on_cpu(args):
+    if "graph" in modes and args.device == "cpu":
         raise ValueError(
             "mode graph measures nothing on CPU: CUDA graphs need a GPU; take call, row"
         )
@@ -134,13 +139,11 @@ def modes_here(modes: Sequence[str], args: argparse.Namespace) -> Sequence[str]:
 MODE = Option(
     "--mode",
     choices=MODES,
-    check=lambda mode, args: modes_here([mode or ("row" if _on_cpu(args) else "graph")], args)[0],
+    check=lambda mode, args: modes_here(
+        [mode or ("row" if args.device == "cpu" else "graph")], args
+    )[0],
     help="default: graph, on CPU row",
 )
-
-
-def numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",") if word]
 
 
 def model_rows(models: Iterable[str], whose: str, tokens: list[int]) -> list[Option]:
@@ -148,7 +151,7 @@ def model_rows(models: Iterable[str], whose: str, tokens: list[int]) -> list[Opt
     known = ",".join(name for name in models if name != "tiny")
     return [
         Option("--models", default=known, allowed=models, help=f"of {', '.join(models)}"),
-        Option("--tokens", type=numbers, default=tokens, help=whose),
+        Option("--tokens", type=counts, default=tokens, help=whose),
         Option("--passes", default="forward,both", allowed=("forward", "both")),
     ]
 
@@ -220,13 +223,13 @@ def parse(name: str, argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.study, args.command = name, shlex.join([*program.split(), *argv])
     try:
+        if "world" not in own:
+            choose_ranks(args)
         for row in rows:
             setattr(args, row.name, row.value(args))
         study.prepare(args)
-        ranks = Ranks.choose(args.world, args.device)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    args.world, args.device = ranks.world_size, ranks.device_type
     return args
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -21,11 +22,13 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
+from overlap_torch._tools.arguments import count
 from overlap_torch._tools.launch import current_device
 from overlap_torch.integrations import transformers as integration
 
 from .measure import Stopwatch, Times, Variant
-from .study import Option, Study, check_close
+from .shapes import parse_blocks
+from .study import REPEATS, Option, Study, check_close
 from .tables import table
 
 WORK = ("prefill", "step", "decode")
@@ -158,20 +161,25 @@ def rows(job: argparse.Namespace) -> Iterator[list[str]]:
 
 
 OPTIONS = (
-    Option("--hidden", type=int, default=4096),
-    Option("--intermediate", type=int, default=14336),
-    Option("--heads", type=int, default=32),
-    Option("--kv-heads", type=int, default=8),
-    Option("--layers", type=int, default=4),
-    Option("--vocabulary", type=int, default=32768),
-    Option("--tokens", type=int, default=4096, help="of prefill and step"),
-    Option("--sequences", type=int, default=16, help="of decode"),
+    Option("--hidden", type=count, default=4096),
+    Option("--intermediate", type=count, default=14336),
+    Option("--heads", type=count, default=32),
+    Option("--kv-heads", type=count, default=8),
+    Option("--layers", type=count, default=4),
+    Option("--vocabulary", type=count, default=32768),
+    Option("--tokens", type=count, default=4096, help="of prefill and step"),
+    Option("--sequences", type=count, default=16, help="of decode"),
     Option("--work", default=",".join(WORK), allowed=WORK, help="comma-separated"),
-    Option("--repeats", type=int, default=5, help="turns of all variants"),
+    REPEATS(default=5),
 )
 
 
 def prepare(args: argparse.Namespace) -> None:
+    if not importlib.util.find_spec("transformers") or not importlib.util.find_spec("accelerate"):
+        raise ValueError("transformers is missing: pip install transformers accelerate")
+    sizes = (args.hidden, args.heads, args.kv_heads, args.intermediate)
+    (block,) = parse_blocks(f"{'x'.join(map(str, sizes))}@{args.tokens}")
+    block.check_divisible(args.world, "tokens")
     args.sizes = {
         "hidden_size": args.hidden,
         "intermediate_size": args.intermediate,

@@ -16,12 +16,14 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import geometric_mean
 from typing import Any
 
 import torch.distributed as dist
 
 import overlap_torch
+from overlap_torch._tools.arguments import count
 from overlap_torch._tools.launch import current_device
 from overlap_torch._tune.choose import ranked
 from overlap_torch._tune.command import OPS
@@ -160,13 +162,19 @@ def summaries(rows: Sequence[dict[str, Any]], job: argparse.Namespace) -> str:
 
 
 OPTIONS = (
-    Option("--problems", type=int, default=40, help="of each op (default: 40)"),
-    Option("--most", type=int, default=4, help="plans beside the sequence"),
-    Option("--repeats", type=int, default=10, help="turns of tuning"),
-    Option("--medians", type=int, default=5, help="the lowest counts"),
-    Option("--turns", type=int, default=15, help="for each median"),
+    Option("--problems", type=count, default=40, help="of each op (default: 40)"),
+    Option("--most", type=count, default=4, help="plans beside the sequence"),
+    Option("--repeats", type=count, default=10, help="turns of tuning"),
+    Option("--medians", type=count, default=5, help="the lowest counts"),
+    Option("--turns", type=count, default=15, help="for each median"),
     Option("--seed", type=int, default=1),
-    Option("--best", type=int, default=0, metavar="N", help="of the first N candidates"),
+    Option(
+        "--best",
+        type=partial(count, least=0),
+        default=0,
+        metavar="N",
+        help="of the first N candidates",
+    ),
 )
 
 

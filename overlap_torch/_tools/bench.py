@@ -14,12 +14,13 @@ _NAME = "overlap_torch.benchmarks"
 
 
 def load() -> ModuleType:
-    """The installed benchmark package, or that of this package's checkout."""
+    """The benchmark package installed in this package, or that of its checkout; never that of another checkout."""
     if _NAME in sys.modules:
         return sys.modules[_NAME]
-    if importlib.util.find_spec(_NAME) is not None:
+    package = Path(__file__).resolve().parents[1]
+    if (package / "benchmarks" / "__init__.py").exists():
         return importlib.import_module(_NAME)
-    source = Path(__file__).resolve().parents[2] / "benchmarks" / "__init__.py"
+    source = package.parent / "benchmarks" / "__init__.py"
     if not source.exists():
         raise ImportError(
             f"the benchmarks are neither installed as {_NAME} nor found at {source}: reinstall the package"

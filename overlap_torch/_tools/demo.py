@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from overlap_torch import _plan
 from overlap_torch._ops import check, group_name
 from overlap_torch._tools import bench
+from overlap_torch._tools.arguments import count, output
 from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
 from overlap_torch._watch import timeline
 from overlap_torch._watch.drawing import GEMM, Bar
@@ -64,13 +65,6 @@ def _demo_for(ranks: Ranks, args: argparse.Namespace) -> _Demo:
     return _Demo(args.op, m, n, k, dtype, args.out)
 
 
-def _size(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"is {value}, must be 1 or more")
-    return value
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo with these command line arguments; returns the exit status: 1 if a check failed."""
     parser = argparse.ArgumentParser(
@@ -84,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("n", "columns of the output"),
         ("k", "inner dimension on each rank"),
     ):
-        parser.add_argument(f"--{name}", type=_size, help=f"{meaning} (default: by the device)")
+        parser.add_argument(f"--{name}", type=count, help=f"{meaning} (default: by the device)")
     add_options(parser)
     parser.add_argument(
         "--out",
@@ -95,9 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
         ranks = Ranks.choose(args.world, args.device)
+        args.out.mkdir(parents=True, exist_ok=True)
+        output(str(args.out / "timeline.png"))
     except ValueError as error:
         parser.error(str(error))
-    args.out.mkdir(parents=True, exist_ok=True)
+    except (OSError, argparse.ArgumentTypeError) as error:
+        parser.error(f"--out is {args.out}, allowed is a folder that you may write: {error}")
     return launch(ranks, run_rank, _demo_for(ranks, args))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,13 +13,24 @@ import torch.distributed as dist
 from overlap_torch import _plan
 from overlap_torch._ops.collectives import usual_invariance
 from overlap_torch._plan import Op, Problem
+from overlap_torch._tools.arguments import count, picture
 from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
 from overlap_torch._tools.variables import environment
-from overlap_torch._watch.drawing import figure
 from overlap_torch.plan import _library as library
 from overlap_torch.plan import files
 from overlap_torch.plan._explain import H200, explain
+from overlap_torch.plan._names import enum_name
 from overlap_torch.plan._picture import plot
+
+# The words that describe a problem, and their defaults. A saved plan has a problem of its own.
+_PROBLEM = {
+    "op": "gemm_allreduce",
+    **dict.fromkeys("mnk", 0),
+    "dtype": "bfloat16",
+    "scales": None,
+    "fast_accum": False,
+    "world": None,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,21 +40,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Shows the plan of one problem: its steps, their memory and expected times, and why it was chosen.",
     )
     ops = [name.lower() for name in Op.__members__]
-    parser.add_argument("--op", choices=ops, default="gemm_allreduce")
+    parser.add_argument("--op", choices=ops, help="default: gemm_allreduce")
     for name, meaning in (
         ("m", "rows of the whole GEMM; not for gemm_alltoall, which has --rows"),
         ("n", "columns of the output"),
         ("k", "inner dimension on each rank"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=0, help=meaning)
-    parser.add_argument("--dtype", default="bfloat16", help="default: bfloat16")
+        parser.add_argument(f"--{name}", type=partial(count, least=0), help=meaning)
+    parser.add_argument("--dtype", help="default: bfloat16")
     parser.add_argument(
         "--scales",
         choices=["tensor", "row", "block"],
         help="how operands of float8_e4m3fn or float8_e5m2 are scaled; the output is bfloat16",
     )
     parser.add_argument(
-        "--fast-accum", action="store_true", help="for scaled operands: use_fast_accum=True"
+        "--fast-accum",
+        action="store_const",
+        const=True,
+        help="for scaled operands: use_fast_accum=True",
     )
     add_options(parser, world="all GPUs, or 2")
     parser.add_argument(
@@ -54,9 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--plan", type=Path, help="a saved plan to explain instead of the planner's"
     )
-    parser.add_argument("--plot", type=Path, help="also draws the plan: PNG, SVG or PDF")
+    parser.add_argument("--plot", type=picture, help="also draws the plan: PNG, SVG or PDF")
     parser.add_argument(
-        "--rows", type=int, default=0, help="for gemm_alltoall: rows from each rank to each rank"
+        "--rows",
+        type=partial(count, least=0),
+        help="for gemm_alltoall: rows from each rank to each rank",
     )
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
@@ -80,21 +97,14 @@ def _complete(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--machine is '{args.machine}', allowed are here, h200, or fields like 'arch=90 sm_count=132': {error}"
             ) from error
-    for name in ("m", "n", "k", "rows"):
-        if getattr(args, name) < 0:
-            raise ValueError(f"--{name} is {getattr(args, name)}, allowed are 0 and more")
-    if args.plot is not None:
-        if not args.plot.parent.is_dir():
-            raise ValueError(f"--plot is {args.plot}, but there is no folder {args.plot.parent}")
-        try:
-            figure(1, 1, "--plot")
-        except ImportError as error:
-            raise ValueError(str(error)) from error
     args.machine = machine
     try:
         plan = files.load(args.plan) if args.plan is not None else None
     except (OSError, ValueError) as error:
         raise ValueError(f"--plan is {args.plan}, which is no saved plan: {error}") from error
+    given = [name for name in _PROBLEM if getattr(args, name) is not None]
+    for name in _PROBLEM.keys() - given:
+        setattr(args, name, _PROBLEM[name])
     if plan is None:
         world = args.world
         if world is None:
@@ -102,8 +112,14 @@ def _complete(args: argparse.Namespace) -> None:
         recipe = "none" if args.scales is None else f"{args.scales}_wise"
         asked = {"fast_accum": args.fast_accum, "invariance": usual_invariance(args.op)}
         args.problem = Problem(args.m, args.n, args.k, args.dtype, world, args.op, recipe, **asked)
+    elif given:
+        flag = given[0].replace("_", "-")
+        raise ValueError(f"--plan has a problem of its own, without --{flag}: leave that out")
     else:
         args.problem = plan.problem
+    if args.rows is not None and not args.problem.traits.rows_by_rank:
+        op = enum_name(args.problem.op)
+        raise ValueError(f"--rows is for gemm_alltoall, not for {op}, whose rows are --m")
     args.plan = plan
 
 
@@ -117,7 +133,7 @@ def run_rank(args: argparse.Namespace) -> None:
 def _show(args: argparse.Namespace) -> None:
     problem, machine = args.problem, args.machine
     plan = args.plan or _plan.make_plan(problem, machine)
-    rows = (args.rows,) * problem.world_size if problem.traits.rows_by_rank else ()
+    rows = (args.rows or 0,) * problem.world_size if problem.traits.rows_by_rank else ()
     print(explain(plan, machine, send_rows=rows, receive_rows=rows), flush=True)
     if args.plot is not None:
         plot(plan, args.plot, machine, send_rows=(rows,) * len(rows))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from overlap_torch._tools.arguments import count
 from overlap_torch._tools.variables import environment
 
 _TIMEOUT = datetime.timedelta(seconds=120)
@@ -64,7 +65,7 @@ def current_device() -> torch.device:
 def rank_options(world: str = "all GPUs, or 2 on CPU") -> dict[str, dict]:
     """``--world`` and ``--device`` with argparse's arguments; ``world`` says what the default is."""
     return {
-        "--world": {"type": int, "help": f"ranks (default: {world})"},
+        "--world": {"type": count, "help": f"ranks (default: {world})"},
         "--device": {
             "choices": ["cuda", "cpu"],
             "help": "of the ranks (default: cuda if there is a GPU)",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_torch._ops.collectives import usual_invariance
+from overlap_torch._tools import arguments
 from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
 from overlap_torch._tune import tune as _tune
 from overlap_torch._tune.session import words
@@ -48,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what.add_argument("--recorded", metavar="FILE", help="tunes the problems in a file of --record")
     what.add_argument(
         "--record",
+        type=arguments.output,
         metavar="FILE",
         help="runs a program and records its problems: torchrun ... -m overlap_torch tune --record FILE train.py ...",
     )
@@ -65,10 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fast-accum", action="store_true", help="for fp8: use_fast_accum=True")
     parser.add_argument("--modes", default="call,row", help="comma-separated: call, row")
     parser.add_argument(
-        "--most", type=int, default=4, help="plans to measure beside the sequence (default: 4)"
+        "--most",
+        type=arguments.count,
+        default=4,
+        help="plans to measure beside the sequence (default: 4)",
     )
     parser.add_argument(
-        "--repeats", type=int, default=10, help="turns; all plans run in each turn (default: 10)"
+        "--repeats",
+        type=arguments.count,
+        default=10,
+        help="turns; all plans run in each turn (default: 10)",
     )
     parser.add_argument("--no-cache", action="store_true", help="measure everything, save nothing")
     add_options(parser)
@@ -84,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bool(args.program) != bool(args.record):
         parser.error("--record FILE takes a program after it; no other option does")
     if args.record:
-        if not os.path.isdir(os.path.dirname(os.path.abspath(args.record))):
-            parser.error(f"--record is {args.record}, but there is no such folder")
+        if why := _not_runnable(*args.program[:2]):
+            parser.error(f"--record runs a script, or -m and a module, but {why}")
         record(args.record, args.program)
         return 0
     try:
@@ -97,6 +107,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     how = {"modes": modes, "most": args.most, "repeats": args.repeats, "cache": not args.no_cache}
     return launch(ranks, run_rank, {"problems": problems, **how})
+
+
+def _not_runnable(script: str, module: str = "") -> str:
+    """Why runpy would not find it; empty if it would."""
+    if script != "-m":
+        return "" if os.path.exists(script) else f"there is no file {script}"
+    with contextlib.suppress(ImportError, ValueError):
+        if module and importlib.util.find_spec(module):
+            return ""
+    return f"there is no module {module}".rstrip()
 
 
 def _world(ranks: Ranks) -> int:
@@ -124,7 +144,7 @@ def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[Problem, ...]:
     recipe = f"{args.scales}_wise" if args.scales else "none"
     shapes = []
     for text in args.shapes.split(","):
-        if not re.fullmatch(r"\d+x\d+x\d+", text):
+        if not re.fullmatch(r"\d{1,9}(x\d{1,9}){2}", text):
             raise ValueError(f"--shapes has {text!r}, allowed is MxNxK, as in 4096x8192x7168")
         shapes.append([int(size) for size in text.split("x")])
     world = _world(ranks)

@@ -1,13 +1,17 @@
 """The command lines of the benchmark and of its studies, its tables and its plot."""
 
+import argparse
 import json
 import os
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 
+import overlap_torch
 from bench_runs import SEQUENCES, bench
+from overlap_torch._tools import arguments
 from overlap_torch.plan import Problem
 from overlap_torch.plan.files import save
 from overlap_torch.plan.templates import row_panels
@@ -34,7 +38,21 @@ FP8 = ["--dtype", "float8_e4m3fn"]
         (["--op", "block", "--blocks", "16x3x1x8@8"], "must divide"),
         (["--op", "block", "--blocks", "16x4x1x8@8"], "kv_heads = 1 is not divisible by 2"),
         (["--op", "all", "--sweep"], "no plans to choose from for"),
+        (["--shapes", "0x8x8"], "neither MxNxK from 1"),
+        (["--shapes", "99999999999999999999x8x8"], "neither MxNxK from 1 to 999999999"),
         (["--plan", "does-not-exist.json"], "does-not-exist.json"),
+        (["--plan", "{"], "{ has no plans"),
+        (["--plan", "[[1, 2]]"], "allowed is what plan.files or --json wrote"),
+        (["--sweep", __file__], "has no plans"),
+        (["--repeats", "0"], "--repeats: is '0', allowed are whole numbers from 1"),
+        (["--world", "0"], "--world: is '0', allowed are whole numbers from 1"),
+        (["--json", "/nowhere/x"], "--json: is /nowhere/x, but there is no folder /nowhere"),
+        (["--json", "/tmp"], "--json: is '/tmp', a folder"),
+        (
+            ["--plot", "/nowhere/x.png"],
+            "--plot: is /nowhere/x.png, but there is no folder /nowhere",
+        ),
+        (["--plot", "x.txt"], "allowed are names that end in .png, .svg, .pdf"),
         (["--sweep", "--timeline"], "--timeline is for one plan a shape, not for a sweep"),
         (["--dtype", "float8_e5m2"], "take --scales tensor, row or block"),
         (["--dtype", "bf16", "--scales", "row"], "take --scales tensor, row or block"),
@@ -154,13 +172,52 @@ def test_bench_summary_takes_the_median_of_turns():
         (["attention", "--modes", "call,graph"], "CUDA graphs need a GPU"),
         (["rmsnorm", "--mode", "graph"], "CUDA graphs need a GPU"),
         (["programs"], "argument study: invalid choice: 'programs'"),
+        (["rmsnorm", "--json", "/nowhere/x"], "but there is no folder /nowhere"),
+        (["hosts", "--hosts", "1"], "--hosts: is '1', allowed are whole numbers from 2"),
+        (["hosts", "--hosts", ","], "allowed are one whole number or more"),
+        (["hosts", "--hosts", "100"], "--hosts 100 of 8 ranks do not divide the suite's 4096 rows"),
+        (["hosts", "--ranks-per-host", "9"], "--ranks-per-host is 9, allowed are 2 to 8"),
+        (["hosts", "--link", "nan"], "--link: is 'nan', allowed are numbers greater than 0"),
+        (["rmsnorm", "--rows", "-4"], "--rows: is '-4', allowed are whole numbers from 1"),
+        (["rmsnorm", "--k", "1"], "--k is 1, allowed are 2 and more"),
+        (["experts", "--tokens", "x"], "--tokens: is 'x', allowed are whole numbers from 1"),
+        (["attention", "--ours", "2x"], "--ours has '2x', allowed are chosen, nccl, and PxC"),
+        (["attention", "--ours", "2x2"], "--ours has 2x2, which is over peer memory"),
+        (["attention", "--tokens", "7"], "--tokens has 7, allowed are multiples of 2"),
+        (["attention", "--world", "3"], "cannot be cut into 3 equal parts"),
+        (["decode", "--blocks", "16x3x3x8@8"], "heads must divide the hidden size"),
+        (["decode", "--blocks", "12x4x2x8@8"], "allowed are even numbers"),
+        (["decode", "--world", "3"], "heads = 32 is not divisible by 3 ranks"),
+        (["invariance", "--shapes", "0x64"], "--shapes takes N x K from 1"),
+        (["invariance", "--world", "3"], "allowed are 1, 2, 4 and 8"),
+        (["tuned", "--best", "-1"], "--best: is '-1', allowed are whole numbers from 0"),
+        (["transformers_models", "--heads", "3"], ""),  # or that it is not installed
     ],
     ids=str,
 )
 def test_studies_say_what_is_allowed(argv, message, capsys):
-    with pytest.raises(SystemExit):
-        bench("study").main([*argv, "--device", "cpu"])
+    world = [] if "--world" in argv else ["--world", "2"]
+    with pytest.raises(SystemExit) as ended:
+        bench("study").main([*argv, "--device", "cpu", *world])
+    assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_bench_of_a_checkout_is_its_own():
+    """Another checkout may be installed, for editing, in the same environment."""
+    own = Path(overlap_torch.__file__).resolve().parents[1] / "benchmarks"
+    assert Path(bench("study").__file__).parent in (own, own.parent / "overlap_torch/benchmarks")
+
+
+def test_outputs_are_looked_at_where_they_are_written(tmp_path, monkeypatch):
+    """On rank 0, on whose host the folder is."""
+    nowhere = str(tmp_path / "no" / "file.json")
+    with pytest.raises(argparse.ArgumentTypeError, match="there is no folder"):
+        arguments.output(nowhere)
+    monkeypatch.setenv("RANK", "1")
+    assert arguments.output(nowhere) == nowhere
+    monkeypatch.setenv("RANK", "0")
+    assert arguments.output(str(tmp_path / "new.json")) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", bench("study").NAMES)

@@ -266,11 +266,24 @@ def test_explain_command_draws_a_saved_plan_of_a_machine_in_words(tmp_path, caps
     [
         (["--machine", "h300"], "--machine is 'h300', allowed are here, h200, or fields like"),
         (["--machine", "arch=x"], "--machine is 'arch=x', allowed are here, h200"),
-        (["--machine", "h200", "--m", "-1"], "--m is -1, allowed are 0 and more"),
-        (["--m", "-1"], "--m is -1, allowed are 0 and more"),
+        (
+            ["--machine", "h200", "--m", "-1"],
+            "argument --m: is '-1', allowed are whole numbers from 0",
+        ),
+        (["--m", "-1"], "argument --m: is '-1', allowed are whole numbers from 0"),
         (["--plan", "/nowhere.json"], "--plan is /nowhere.json, which is no saved plan"),
         (["--plan", __file__], "test_explain.py, which is no saved plan"),
-        (["--plot", "/nowhere/x.svg"], "--plot is /nowhere/x.svg, but there is no folder /nowhere"),
+        (["--m", "99999999999999999999"], "allowed are whole numbers from 0 to 2147483647"),
+        (
+            ["--plot", "/nowhere/x.svg"],
+            "--plot: is /nowhere/x.svg, but there is no folder /nowhere",
+        ),
+        (["--plot", "/tmp/"], "--plot: is '/tmp/', a folder: name a file in it"),
+        (["--plot", "x.txt"], "--plot: is 'x.txt', allowed are names that end in .png, .svg, .pdf"),
+        (
+            ["--rows", "0"],
+            "--rows is for gemm_alltoall, not for gemm_allreduce, whose rows are --m",
+        ),
         (["--op", "none"], "invalid choice: 'none'"),
     ],
 )
@@ -280,12 +293,21 @@ def test_explain_command_refuses(arguments: list[str], message: str, capsys) -> 
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--m 8", "--world 2", "--fast-accum", "--op allgather_gemm"])
+def test_explain_command_refuses_a_problem_beside_a_saved_plan(option, tmp_path, capsys) -> None:
+    path = tmp_path / "plan.json"
+    plans.files.save(panels(3), path)
+    with pytest.raises(SystemExit):
+        main(["explain", "--machine", "h200", "--plan", str(path), *option.split()])
+    assert f"a problem of its own, without {option.split()[0]}" in capsys.readouterr().err
+
+
 def test_explain_command_says_what_a_picture_needs(tmp_path, capsys) -> None:
     asked = ["explain", *SHAPE, "--machine", "h200", "--plot", str(tmp_path / "plan.svg")]
     with mock.patch.dict(sys.modules, {"matplotlib.figure": None}), pytest.raises(SystemExit):
         main(asked)
     told = capsys.readouterr()
-    assert "--plot needs matplotlib: pip install matplotlib" in told.err and not told.out
+    assert "--plot: a picture needs matplotlib: pip install matplotlib" in told.err and not told.out
 
 
 HERE = ["--m", "2048", "--n", "2048", "--k", "512", "--dtype", "float32", "--world", "2"]

@@ -549,8 +549,16 @@ def test_tune_says_what_is_allowed(options, message):
         (["--record", "file"], "--record FILE takes a program after it"),
         (
             ["--record", "no/folder/file", "-m", "train"],
-            "--record is no/folder/file, but there is no such folder",
+            "--record: is no/folder/file, but there is no folder no/folder",
         ),
+        (["--record", "/tmp/", "-m", "json.tool"], "--record: is '/tmp/', a folder: name a file"),
+        (
+            ["--record", "file", "no.py"],
+            "--record runs a script, or -m and a module, but there is no file no.py",
+        ),
+        (["--record", "file", "-m", "no.such"], "there is no module no.such"),
+        (["--shapes", "99999999999999999999x2x3"], "allowed is MxNxK"),
+        (["--shapes", "1x2x3", "--most", "0"], "--most: is '0', allowed are whole numbers from 1"),
         ([], "one of the arguments --shapes --recorded --record is required"),
         (
             ["--shapes", "1x2x3", "--dtype", "float8_e5m2"],
@@ -753,7 +761,7 @@ def test_tune_command_records_what_a_program_calls(as_module, tmp_path, monkeypa
     ]
     with pytest.raises(ValueError, match=r"problems of \[1\] ranks, but there are 2"):
         _tune_command._read(str(file), 2)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(SystemExit):
         _tune_command.main(["--record", str(file), str(tmp_path / "typo.py")])
     assert json.loads(file.read_text()) == recorded
 
