@@ -164,7 +164,18 @@ class _Pass:
     def _refuse(self, node: ast.AST, why: str) -> None:
         raise Unfollowed(self.source, node, why)
 
+    def _check_parameters(self) -> None:
+        """The interpreter cannot launch such a kernel, aligned or not; a compiled one takes arguments in any way."""
+        only = self.tree.args.posonlyargs + self.tree.args.kwonlyargs
+        if only and self.module._INTERPRETED.value:
+            kind, sign = ("positional", "/") if self.tree.args.posonlyargs else ("keyword", "*")
+            self._refuse(
+                only[0],
+                f"{only[0].arg} is {kind}-only, which Triton's interpreter cannot pass: delete the {sign}",
+            )
+
     def alignment(self) -> Alignment:
+        self._check_parameters()
         for name in filter(None, (self.output, self.input)):
             if name not in self.source.parameters:
                 known = ", ".join(self.source.parameters)

@@ -177,3 +177,15 @@ def all_rows(a_ptr, c_ptr, N: tl.constexpr):
     for row in range(N):
         sums += tl.load(a_ptr + row * BLOCK + tl.arange(0, BLOCK))
     tl.store(c_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), sums)  # here
+
+
+@triton.jit
+def by_position(a_ptr, c_ptr, /, N):  # here
+    tile = tl.program_id(0)
+    tl.store(c_ptr + tile * BLOCK + tl.arange(0, BLOCK), tl.load(a_ptr + tl.arange(0, BLOCK)))
+
+
+@triton.jit
+def by_keyword(a_ptr, c_ptr, *, N):  # here
+    tile = tl.program_id(0)
+    tl.store(c_ptr + tile * BLOCK + tl.arange(0, BLOCK), tl.load(a_ptr + tl.arange(0, BLOCK)))

@@ -298,6 +298,8 @@ BY_SOURCE = {
     "stores_after_its_loop": "this is outside of the loop over tiles",
     "read_when_increased": "tile is read after it was increased",
     "by_block_pointers": "the rows of a block pointer to a_ptr are unknown",
+    "by_position": "a_ptr is positional-only, which Triton's interpreter cannot pass: delete the /",
+    "by_keyword": r"N is keyword-only, which Triton's interpreter cannot pass: delete the \*",
     "of_special_warps": "a loop of specialized warps cannot signal",
 }
 BY_LAUNCH = {
