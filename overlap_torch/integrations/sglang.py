@@ -50,8 +50,9 @@ def enable() -> None:
     linear = importlib.import_module("sglang.srt.layers.linear")
     unquant = importlib.import_module("sglang.srt.layers.quantization.unquant")
     hook = forward_hook(linear, unquant.UnquantizedLinearMethod)
+    norm = norm_hook(importlib.import_module(_FUSION))
     registry.HookRegistry.register(TARGET, hook, registry.HookType.AROUND)
-    registry.HookRegistry.register(NORM_TARGET, _norm, registry.HookType.AROUND)
+    registry.HookRegistry.register(NORM_TARGET, norm, registry.HookType.AROUND)
     experts = _sglang_experts.experts_hook(
         importlib.import_module("sglang.srt.runtime_context"),
         importlib.import_module("sglang.srt.layers.dp_attention"),
@@ -62,38 +63,45 @@ def enable() -> None:
     _enabled = True
 
 
-def _norm(
-    original: Callable[..., Any],
-    input_tensor: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    max_token_num: int = 2048,
-    use_oneshot: bool | None = None,
-    trigger_completion_at_end: bool = False,
-    fp32_acc: bool = True,
-    use_attn_tp_group: bool = True,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The hook around SGLang's ``flashinfer_allreduce_residual_rmsnorm``; returns the norm and the sum, or None twice."""
-    fusion = importlib.import_module(_FUSION)
-    ranks, _, group = fusion.resolve_fusion_group(use_attn_tp_group=use_attn_tp_group)
-    takes = (
-        ranks > 1
-        and input_tensor.dim() == 2
-        and 0 < input_tensor.shape[0] <= MOST_ROWS
-        and kernels_finish(input_tensor.dtype, input_tensor.shape[1])
-        and residual.shape == input_tensor.shape
-        and input_tensor.dtype == residual.dtype == weight.dtype
-        and all(tensor.is_contiguous() for tensor in (input_tensor, residual, weight))
-    )
-    if not takes:
-        how = (eps, max_token_num, use_oneshot, trigger_completion_at_end, fp32_acc)
-        return original(input_tensor, residual, weight, *how, use_attn_tp_group)
-    with torch._C.DisableTorchFunctionSubclass():
-        norm, total = allreduce_rmsnorm(
-            input_tensor, residual, weight, group=group.device_group.group_name, eps=eps, fused=True
+def norm_hook(fusion: Any) -> Callable[..., Any]:
+    """The hook around SGLang's ``flashinfer_allreduce_residual_rmsnorm``; ``fusion`` is its module, or an object with its names.
+
+    The hook imports nothing, because --enable-torch-compile traces it in each layer.
+    """
+
+    def norm(
+        original: Callable[..., Any],
+        input_tensor: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        max_token_num: int = 2048,
+        use_oneshot: bool | None = None,
+        trigger_completion_at_end: bool = False,
+        fp32_acc: bool = True,
+        use_attn_tp_group: bool = True,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The norm and the sum, or None twice."""
+        ranks, _, group = fusion.resolve_fusion_group(use_attn_tp_group=use_attn_tp_group)
+        takes = (
+            ranks > 1
+            and input_tensor.dim() == 2
+            and 0 < input_tensor.shape[0] <= MOST_ROWS
+            and kernels_finish(input_tensor.dtype, input_tensor.shape[1])
+            and residual.shape == input_tensor.shape
+            and input_tensor.dtype == residual.dtype == weight.dtype
+            and all(tensor.is_contiguous() for tensor in (input_tensor, residual, weight))
         )
-    return norm, total
+        if not takes:
+            how = (eps, max_token_num, use_oneshot, trigger_completion_at_end, fp32_acc)
+            return original(input_tensor, residual, weight, *how, use_attn_tp_group)
+        name = group.device_group.group_name
+        with torch._C.DisableTorchFunctionSubclass():
+            return allreduce_rmsnorm(
+                input_tensor, residual, weight, group=name, eps=eps, fused=True
+            )
+
+    return norm
 
 
 def forward_hook(linear: Any, unquantized: type) -> Callable[..., Any]:

@@ -327,7 +327,8 @@ def test_sglangs_norm_and_sizes_are_as_the_plugin_takes_them(name):
     }
     assert set(serving_sglang.forward_names(SimpleNamespace())) <= imported
     theirs = part_of(serving_sglang.FUSION, serving_sglang.NORM).args.args
-    assert [each.arg for each in theirs] == list(inspect.signature(sglang._norm).parameters)[1:]
+    ours = inspect.signature(sglang.norm_hook(None)).parameters
+    assert [each.arg for each in theirs] == list(ours)[1:]
     group = part_of(serving_sglang.FUSION, "resolve_fusion_group").args
     assert ast.unparse(group) == "*, use_attn_tp_group: bool"
     # Deterministic inference names no backend of the fusion, without which SGLang does not call the function.

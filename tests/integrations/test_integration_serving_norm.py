@@ -24,12 +24,11 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.nn import functional
 
-import serving_sglang
 from checks import Failures
 from operands import difference
 from overlap_torch._ops.group import group_name
 from overlap_torch.integrations import _vllm_norms, sglang, vllm
-from serving import Group, Unquantized, installed
+from serving import Group, Unquantized
 from serving_vllm import PassManager, VllmLinear
 from wheels import execute, own_code_of, part_of
 
@@ -52,7 +51,7 @@ def test_sglangs_norm_is_one_op_for_few_rows(failures: Failures) -> None:
         groups.append(use_attn_tp_group)
         return world, rank, Group()
 
-    fusion = {serving_sglang.FUSION: {"resolve_fusion_group": group_of}}
+    hook = sglang.norm_hook(SimpleNamespace(resolve_fusion_group=group_of))
     gain = rows_of(1, 5)[0] / 4
     cases = [
         (rows_of(3, rank), rows_of(3, 9), gain, True),
@@ -64,36 +63,55 @@ def test_sglangs_norm_is_one_op_for_few_rows(failures: Failures) -> None:
         (rows_of(3, rank)[:, :12].contiguous(), rows_of(3, 9)[:, :12].contiguous(), gain[:12], False),
         (rows_of(3, rank).repeat(1, 2)[:, :N], rows_of(3, 9), gain, False),
     ]  # fmt: skip
-    with installed(serving_sglang.VERSION, fusion):
-        for i, (partial, residual, weight, ours) in enumerate(cases):
-            given = []
+    for i, (partial, residual, weight, ours) in enumerate(cases):
+        given = []
 
-            def original(*arguments):
-                given.append(arguments)  # noqa: B023
-                return None, None
+        def original(*arguments):
+            given.append(arguments)  # noqa: B023
+            return None, None
 
-            norm, total = sglang._norm(
-                original,
-                input_tensor=partial,
-                residual=residual,
-                weight=weight,
-                eps=1e-5,
-                max_token_num=2048,
-                use_attn_tp_group=i % 2 == 0,
-            )
-            if not ours or world == 1:
-                right = (1e-5, 2048, None, False, True, i % 2 == 0)
-                left = len(given) == 1 and given[0][3:] == right and given[0][0] is partial
-                failures.expect(None if left and norm is None else f"{given}", i, "left")
-                continue
-            sum_ = partial.clone()
-            dist.all_reduce(sum_)
-            sum_ = sum_ + residual
-            failures.expect(difference(total, sum_), i, "sum")
-            right_norm = functional.rms_norm(sum_, (N,), weight, 1e-5)
-            failures.expect(difference(norm, right_norm), i, "norm")
-            failures.expect(None if not given else "SGLang's function ran, too", i)
+        norm, total = hook(
+            original,
+            input_tensor=partial,
+            residual=residual,
+            weight=weight,
+            eps=1e-5,
+            max_token_num=2048,
+            use_attn_tp_group=i % 2 == 0,
+        )
+        if not ours or world == 1:
+            right = (1e-5, 2048, None, False, True, i % 2 == 0)
+            left = len(given) == 1 and given[0][3:] == right and given[0][0] is partial
+            failures.expect(None if left and norm is None else f"{given}", i, "left")
+            continue
+        sum_ = partial.clone()
+        dist.all_reduce(sum_)
+        sum_ = sum_ + residual
+        failures.expect(difference(total, sum_), i, "sum")
+        right_norm = functional.rms_norm(sum_, (N,), weight, 1e-5)
+        failures.expect(difference(norm, right_norm), i, "norm")
+        failures.expect(None if not given else "SGLang's function ran, too", i)
     failures.equal(groups, [i % 2 == 0 for i in range(len(cases))], "groups")
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_sglangs_norm_stays_in_compiled_graphs(failures: Failures) -> None:
+    """--enable-torch-compile traces the hook in each layer: no graph ends there, for rows that the op takes or leaves."""
+    place = dist.get_world_size(), dist.get_rank(), Group()
+    hook = sglang.norm_hook(SimpleNamespace(resolve_fusion_group=lambda **_: place))
+
+    def layer(x, residual, gain):
+        normed, total = hook(lambda x, residual, *_: (x + 1, residual + 2), x * 2, residual, gain)
+        return normed + 1, total
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    gain = rows_of(1, 5)[0]
+    for rows in (3, 512, 513):
+        operands = rows_of(rows, place[1]), rows_of(rows, 9), gain
+        with torch.no_grad():
+            found, right = compiled(*operands), layer(*operands)
+        failures.expect_equal(list(found), list(right), rows)
 
 
 @pytest.mark.ranks((2, "gloo"))

@@ -47,15 +47,19 @@ def sglang_installed(
     """The modules that the plug-in imports, and these, before it is enabled; the registry of hooks is SGLang's own or a stand-in."""
     Hooks._hooks.clear()
     around = SimpleNamespace(AROUND="around")
-    members = members | {
-        REGISTRY: {} if own else {"HookRegistry": Hooks, "HookType": around},
-        "sglang.srt.layers.quantization.unquant": {
-            "UnquantizedLinearMethod": Unquantized,
-            "UnquantizedFusedMoEMethod": SglangExperts,
-        },
-        "sglang.srt.runtime_context": vars(context) if context else {},
-        "sglang.srt.layers.dp_attention": vars(attention) if attention else {},
-    }
+    members = (
+        {FUSION: {}}
+        | members
+        | {
+            REGISTRY: {} if own else {"HookRegistry": Hooks, "HookType": around},
+            "sglang.srt.layers.quantization.unquant": {
+                "UnquantizedLinearMethod": Unquantized,
+                "UnquantizedFusedMoEMethod": SglangExperts,
+            },
+            "sglang.srt.runtime_context": vars(context) if context else {},
+            "sglang.srt.layers.dp_attention": vars(attention) if attention else {},
+        }
+    )
     with (
         serving.installed(VERSION, members) as modules,
         mock.patch.object(sglang, "_enabled", False),
