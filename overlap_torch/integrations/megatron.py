@@ -277,6 +277,16 @@ def gpt_layer_spec(provider: OverlapSpecProvider | None = None, **arguments: Any
     )
 
 
+# The arguments of `gpt_layer_spec` that a config has, and its names of them.
+_TOLD = {
+    "num_experts": "num_moe_experts",
+    "moe_grouped_gemm": "moe_grouped_gemm",
+    "qk_layernorm": "qk_layernorm",
+    "multi_latent_attention": "multi_latent_attention",
+    "normalization": "normalization",
+}
+
+
 def gpt_block_spec(
     config: TransformerConfig,
     provider: OverlapSpecProvider | None = None,
@@ -290,13 +300,24 @@ def gpt_block_spec(
         GPTModel(config, transformer_layer_spec=gpt_block_spec(config), vocab_size=..., max_sequence_length=...)
 
     Args:
-        config: the model's config, of which ``num_layers`` and ``normalization`` are read.
+        config: the model's config, which says what the layers have.
         provider: None: ``OverlapSpecProvider()``.
         vp_stage, pp_rank: as in ``megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec``.
-        arguments: the arguments of :func:`gpt_layer_spec`.
+        arguments: the arguments of :func:`gpt_layer_spec`; those not given are as ``config`` says.
+
+    Raises:
+        ValueError: ``config.moe_layer_freq`` has experts in some layers only.
     """
     provider = OverlapSpecProvider() if provider is None else provider
-    arguments = {"normalization": config.normalization, **arguments}
+    told = {name: getattr(config, field) for name, field in _TOLD.items()}
+    arguments = {**told, **arguments}
+    freq = config.moe_layer_freq
+    everywhere = set(freq if isinstance(freq, list) else [freq]) == {1}
+    if arguments["num_experts"] is not None and not everywhere:
+        raise ValueError(
+            f"gpt_block_spec makes all layers alike, but moe_layer_freq={freq!r} has experts in some only: make a "
+            "TransformerBlockSubmodules with a gpt_layer_spec(num_experts=...) for each layer"
+        )
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
     return TransformerBlockSubmodules(
         layer_specs=[gpt_layer_spec(provider, **arguments)] * count,

@@ -202,37 +202,74 @@ def test_megatron_layers_leave_experts_alone(failures: Failures) -> None:
             failures.holds(right, whys, name)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+def train_beside(failures: Failures, sequence: bool, spec, our_spec, settings=config) -> None:
+    """A GPT of our spec beside one of Megatron's, whose norms refuse sequence parallelism; ``our_spec`` takes a configuration."""
+    torch.manual_seed(1)
+    own, ours = gpt(spec, settings(False)), gpt(our_spec(settings(sequence)), settings(sequence))
+    ours.load_state_dict(own.state_dict())
+    device = rank_device()
+    tokens = torch.arange(2 * 12, device=device).view(2, 12) * 7 % 64
+    positions = torch.arange(12, device=device).expand(2, 12)
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool, device=device).triu(1)
+    ran = {"allgather_gemm", "gemm_reducescatter"} if sequence else {"gemm_allreduce"}
+
+    def step(model):
+        loss = model(tokens, positions, mask, labels=tokens).mean()
+        loss.backward()
+        return loss
+
+    def finish_gradients():
+        """As Megatron's finalize_model_grads."""
+        for parameter in ours.parameters():
+            if getattr(parameter, "sequence_parallel", False):
+                dist.all_reduce(parameter.grad)
+
+    check_training(failures, own, ours, step, ran, finish_gradients)
+
+
+each_sequence = pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+
+
+@each_sequence
 def test_megatron_gpt_trains(failures: Failures, sequence: bool) -> None:
-    """Beside Megatron's local spec, whose norms refuse sequence parallelism."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from overlap_torch.integrations import megatron
 
     with megatron_groups():
-        torch.manual_seed(1)
-        own = gpt(get_gpt_layer_local_spec(), config(False))
-        settings = config(sequence)
-        ours = gpt(megatron.gpt_block_spec(settings), settings)
-        ours.load_state_dict(own.state_dict())
-        device = rank_device()
-        tokens = torch.arange(2 * 12, device=device).view(2, 12) * 7 % 64
-        positions = torch.arange(12, device=device).expand(2, 12)
-        mask = torch.ones(1, 1, 12, 12, dtype=torch.bool, device=device).triu(1)
-        ran = {"allgather_gemm", "gemm_reducescatter"} if sequence else {"gemm_allreduce"}
+        train_beside(failures, sequence, get_gpt_layer_local_spec(), megatron.gpt_block_spec)
 
-        def step(model):
-            loss = model(tokens, positions, mask, labels=tokens).mean()
-            loss.backward()
-            return loss
 
-        def finish_gradients():
-            """As Megatron's finalize_model_grads."""
-            for parameter in ours.parameters():
-                if getattr(parameter, "sequence_parallel", False):
-                    dist.all_reduce(parameter.grad)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"qk_layernorm": True},
+        {"qk_layernorm": True, "normalization": "RMSNorm"},
+        {"num_moe_experts": 2, "add_bias_linear": False, "moe_layer_freq": [1, 1]},
+    ],
+    ids=str,
+)
+def test_megatron_blocks_are_as_the_config_says(failures: Failures, fields) -> None:
+    """The parameters of Megatron's own block of this configuration."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-        check_training(failures, own, ours, step, ran, finish_gradients)
+    from overlap_torch.integrations import megatron
+
+    with megatron_groups():
+        settings = config(False, **fields)
+        own = get_gpt_decoder_block_spec(settings, False, settings.normalization)
+        names = [
+            list(gpt(spec, settings).state_dict())
+            for spec in (own, megatron.gpt_block_spec(settings))
+        ]
+        failures.equal(names[1], names[0], "parameters")
+        if "num_moe_experts" in fields:
+            for freq in ([1, 0], 2):
+                some = config(False, **fields | {"moe_layer_freq": freq})
+                failures.raises("experts in some only", megatron.gpt_block_spec, some)
+            failures.equal(
+                len(megatron.gpt_block_spec(some, num_experts=None).layer_specs), 2, "dense"
+            )
 
 
 def test_megatron_specs_hold_our_linears_outside_experts(failures: Failures) -> None:
