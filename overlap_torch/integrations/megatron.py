@@ -260,6 +260,7 @@ def gpt_layer_spec(provider: OverlapSpecProvider | None = None, **arguments: Any
                 DotProductAttention: provider.core_attention(),
                 local_norm: provider.layer_norm(rms_norm=rms_norm, for_qk=True),
             },
+            _BY_IDENTITY,
         ),
     )
     mlp = gpt_layer_specs.get_mlp_module_spec_for_backend(
@@ -325,12 +326,18 @@ def gpt_block_spec(
     )
 
 
-def _replaced(submodules: Any, others: dict[Any, Any]) -> Any:
-    """A dataclass of modules, with the modules that are keys replaced by their values."""
+# Linears that Megatron's latent attention takes only if they are of a class that it knows, and not of a subclass.
+_BY_IDENTITY = ("linear_q_down_proj", "linear_kv_down_proj")
+
+
+def _replaced(submodules: Any, others: dict[Any, Any], kept: tuple[str, ...] = ()) -> Any:
+    """A dataclass of modules, with the modules that are keys replaced by their values, except in fields that are ``kept``."""
     found = {
         field.name: others[module]
         for field in dataclasses.fields(submodules)
-        if isinstance(module := getattr(submodules, field.name), type) and module in others
+        if field.name not in kept
+        and isinstance(module := getattr(submodules, field.name), type)
+        and module in others
     }
     return dataclasses.replace(submodules, **found)
 

@@ -240,6 +240,45 @@ def test_megatron_gpt_trains(failures: Failures, sequence: bool) -> None:
         train_beside(failures, sequence, get_gpt_layer_local_spec(), megatron.gpt_block_spec)
 
 
+@each_sequence
+def test_megatron_gpt_with_latent_attention_trains(failures: Failures, sequence: bool) -> None:
+    """Megatron's latent attention; the widths that it passes to its core are those of Transformer Engine's."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import MLATransformerConfig
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from overlap_torch.integrations import megatron
+
+    class Core(DotProductAttention):
+        def __init__(self, *given, k_channels=8, v_channels=4, **named) -> None:
+            super().__init__(*given, **named)
+            heads = self.num_attention_heads_per_partition
+            self.hidden_size_per_partition = v_channels * heads
+
+    class Provider(LocalSpecProvider):
+        def core_attention(self) -> type:
+            return Core
+
+    def settings(sequence_parallel: bool):
+        widths = dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 4)
+        ranks = dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 8)
+        with mock.patch("megatron.core.transformer.TransformerConfig", MLATransformerConfig):
+            return config(
+                sequence_parallel, multi_latent_attention=True, rope_type="rope", **widths, **ranks
+            )
+
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True)
+    spec.submodules.self_attention.submodules.core_attention = Core
+    provider = megatron.OverlapSpecProvider(Provider())
+
+    def ours(settings):
+        return megatron.gpt_block_spec(settings, provider)
+
+    with megatron_groups():
+        train_beside(failures, sequence, spec, ours, settings)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -308,6 +347,7 @@ def test_megatron_specs_hold_our_linears_outside_experts(failures: Failures) -> 
         getattr(spec.self_attention.submodules, f"linear_{name}_proj")
         for name in ("q", "q_down", "q_up", "kv_down", "kv_up")
     ]
-    failures.equal(linears, [column] * 5, "latent attention")
+    right = [column, own_column, column, own_column, column]  # Megatron refuses subclasses of two
+    failures.equal(linears, right, "latent attention")
     alike = spec.self_attention.submodules.linear_proj is row
     failures.expect(None if alike else "not ours", "latent attention's output")
