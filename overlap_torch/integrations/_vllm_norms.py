@@ -1,7 +1,8 @@
 """vLLM's compiled graphs: an all-reduce, the addition to the residual and the RMSNorm after it become one op.
 
-vLLM has an operator of its own for each norm until a later pass lowers it. The pass here stands before all others, so before
-vLLM's own fusion of these norms. It takes the sums of vLLM's all-reduce and of ``gemm_allreduce``, for any number of rows.
+vLLM has an operator of its own for each norm until a later pass lowers it. The pass here stands before vLLM's own fusion of
+these norms, and behind the pass that makes them, if there is one. It takes the sums of vLLM's all-reduce and of
+``gemm_allreduce``, for any number of rows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from overlap_torch._inductor.norms import Norm, Summed, emit, is_gain, sum_of
 from overlap_torch._layers import rmsnorm
 from overlap_torch._ops.group import sizes
 
+# vLLM's pass that joins additions and norms of models of its Transformers backend to the norms that add.
+_JOINS = "AddRMSNormFusionPass"
 _SOURCES = (__file__, rmsnorm.__file__)
 _HERE = hashlib.sha256(b"".join(Path(each).read_bytes() for each in _SOURCES)).hexdigest()
 
@@ -95,7 +98,7 @@ def _summed(total: Node, group_of: Callable[[str], str]) -> Summed | None:
 def add_pass(
     manager: type, base: type, group_of: Callable[[str], str], batch_invariant: Callable[[], bool]
 ) -> None:
-    """Lets vLLM's pass managers begin with :func:`fuse`, except in vLLM's batch-invariant mode, which has no such fusion.
+    """Lets vLLM's pass managers run :func:`fuse`, except in vLLM's batch-invariant mode, which has no such fusion.
 
     ``base``: vLLM's class of passes.
     """
@@ -113,6 +116,8 @@ def add_pass(
     @functools.wraps(configure)
     def configured(self, config: Any) -> None:
         configure(self, config)
-        self.passes.insert(0, OverlapNormPass())
+        kinds = [type(each).__name__ for each in self.passes]
+        place = kinds.index(_JOINS) + 1 if _JOINS in kinds else 0
+        self.passes.insert(place, OverlapNormPass())
 
     manager.configure = configured

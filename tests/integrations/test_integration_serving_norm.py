@@ -284,6 +284,14 @@ def test_vllms_passes_begin_with_ours(failures: Failures) -> None:
     made.configure("theirs")
     ours, *others = made.passes
     failures.equal(others, ["theirs"], "the passes after it")
+    # The joining of additions and norms comes first.
+    joins, later = type("AddRMSNormFusionPass", (), {})(), manager()
+    later.passes.append(joins)
+    later.configure("theirs")
+    order = [
+        each is right for each, right in zip(later.passes, (joins, ours, "theirs"), strict=True)
+    ]
+    failures.equal(order, [True, False, True], "behind the pass that makes norms that add")
     before = ours.uuid()
     with mock.patch.object(_vllm_norms, "sizes", lambda: (("other", 8),)):
         failures.expect(None if ours.uuid() != before else before, "key of other groups")
@@ -344,3 +352,12 @@ def test_vllms_own_manager_runs_the_pass(failures: Failures, name: str) -> None:
     with vllm_operators(norms["rms_norm"], norms["fused_add_rms_norm"]):
         check_graphs(failures, made, "vLLM's manager")
     failures.expect(None if "allreduce_rmsnorm" in ran[0] else ran[0], "ours is first")
+    # Models of the Transformers backend.
+    flags.fuse_allreduce_rms = True
+    for each in ("AddRMSNormFusionPass", "AllReduceFusionPass", "RMSNormReshapeFusionPass"):
+        names[each] = type(each, (Theirs,), {})
+    later, model = manager(), SimpleNamespace(using_transformers_backend=lambda: True)
+    later.configure(SimpleNamespace(compilation_config=config, model_config=model))
+    order = [type(each).__name__ for each in later.passes]
+    right = ["AddRMSNormFusionPass", "OverlapNormPass", "AllReduceFusionPass"]
+    failures.equal(order[1:4], right, "a model of the Transformers backend")
