@@ -126,7 +126,9 @@ def layer_class(
 
         def forward(self, input_: torch.Tensor) -> Any:
             """As vLLM's."""
-            if not self.overlap_group or not _serving.takes(self, unquantized, input_):
+            # Models change reduce_results of layers that they have made.
+            reduces = self.overlap_group and self.reduce_results
+            if not reduces or not _serving.takes(self, unquantized, input_):
                 return super().forward(input_)
             input = _serving.part_of(self, input_, self.tp_rank, self.tp_size)
             output = _serving.run(

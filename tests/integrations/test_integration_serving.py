@@ -140,6 +140,19 @@ def test_row_parallel_layers_run_the_ops(failures: Failures, name: str, own: boo
                 check_layers(failures, framework.LAYER_CASES, plugged, "", "any number of ranks")
 
 
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.parametrize("own", [False, own_code_of("vllm", True)])
+def test_vllms_models_change_what_layers_reduce(failures: Failures, own: bool) -> None:
+    """Models set reduce_results of layers that they have made, and then sum the results themselves, or no longer do."""
+    input = my_features(integers(ROWS, K, seed=3))
+    with serving_vllm.layers(failures, own) as (base, _, forward, _):
+        for made, later, result in ((True, False, "part"), (False, True, "sum")):
+            layer = base(K, N, bias=False, reduce_results=made)
+            layer.reduce_results = later
+            output = forward(layer, input)[0].as_subclass(torch.Tensor)
+            failures.expect(difference(output, meaning({"bias": False}, result)), made, later)
+
+
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"))
 def test_vllms_classes_are_registered_once(failures: Failures) -> None:
     before = VllmLinear(K, N)
