@@ -47,7 +47,8 @@ def _order(nodes: list) -> None:
 
     before = None
     for node in nodes:
-        ours = getattr(getattr(node.node, "op_overload", None), "namespace", None) == "overlap"
+        op = getattr(getattr(node, "node", None), "op_overload", None)
+        ours = getattr(op, "namespace", None) == "overlap"
         if ours:  # other ranks call it even if this one has no use for its part
             node.node.has_side_effects = lambda: True
         elif not contains_collective(node):
