@@ -304,9 +304,9 @@ def context_parallel_attention(
         K, V = in_order(all_gather(k, dim=1)), in_order(all_gather(v, dim=1))
         softmax(scale * q @ K.T + mask) @ V        # the mask of the tokens' positions
 
-    ``head_parts`` says into how many parts the heads are cut. With as many parts as ranks, each rank computes all queries of some heads (Ulysses).
-    With 1, it computes all heads of its own queries, with gathered keys and values. Divisors between do both. None chooses by the bytes that move,
-    forward only or in both passes, by the slowest rank's work, and by the kernels.
+    ``head_parts`` is the number of parts into which the heads are cut. With as many parts as ranks, each rank computes all queries of some heads
+    (Ulysses). With 1, it computes all heads of its own queries, with gathered keys and values. Divisors between do both. None chooses by the bytes
+    that move, the slowest rank's work, and the kernels.
 
     Over peers, copy engines bring heads in ``chunks``, each straight into its place, while the kernel computes earlier ones. Results come home in the
     same way, and no SM is given up. Otherwise one collective of the group goes before the attention, and one after it.
@@ -316,7 +316,7 @@ def context_parallel_attention(
     Args:
         q: [B, T, H, D], this rank's tokens; bfloat16, float16, float32 or float64, any strides with a dense last dim for speed.
         k, v: [B, T, Hkv, D] and [B, T, Hkv, Dv]; Hkv divides H.
-        causal: a token sees none after it.
+        causal: a token sees no later token.
         window: (left, right), how many tokens before and after its own a query sees; None on either side: no bound.
         scale: the factor of the products; None: ``D ** -0.5``.
         tokens: the cut: ``"contiguous"``, equal parts in order; ``"zigzag"``, chunks r and 2P - 1 - r of 2P equal ones for rank r of P, which
@@ -327,7 +327,7 @@ def context_parallel_attention(
         kernel: None: PyTorch's fastest that takes the call (cuDNN, flash, CPU flash), and products with a mask where none does. ``"flash"``,
             ``"cudnn"``, ``"cpu"`` or ``"masked"``: that one or an error. An :class:`AttentionKernel`; or a function
             ``(q, k, v, work) -> o``, which autograd differentiates, by a second call in backward. A function gets no ``window``.
-        per_head: tensors [H, ...], such as sinks or slopes, the same on all ranks; the caller's kernel gets its heads' in ``work.per_head``.
+        per_head: tensors [H, ...], such as sinks or slopes, the same on all ranks; your kernel gets the slices of its heads in ``work.per_head``.
         transport: ``"peer"`` (ranks of one host that map each other's memory, ``head_parts`` of 1 or all, no ``per_head``) or ``"nccl"``
             (the group's collectives, gloo's too). None: peers where they carry the call.
         chunks: over peers, how many runs of heads travel one after the other: at most the key/value heads of a part, or, of one such head
@@ -337,11 +337,11 @@ def context_parallel_attention(
     Returns:
         [B, T, H, Dv], fresh, this rank's tokens. Under autocast operands and result are of its dtype.
 
-    Gradients are in reverse mode, of first order; every rank takes part in backward. k's and v's are sums over the ranks, in float32 (float64
-    of float64) and rank order, of terms in the operands' dtype. Gathered keys and values are not kept but gathered again. A gradient of
-    ``per_head`` is this rank's term; the sum over the group is the whole.
+    Gradients are in reverse mode, of first order; every rank takes part in backward. The gradients of k and v are summed over the ranks in
+    float32 (float64 for float64), in rank order. Gathered keys and values are gathered again in backward. A gradient of ``per_head`` is this
+    rank's term; sum it over the group for the whole.
 
-    A call of kernels that are built in is one operator for ``torch.compile``; a caller's kernel breaks the graph. A CUDA graph takes it after one
+    Built-in kernels are one operator for ``torch.compile``; your own kernel breaks the graph. A CUDA graph can capture the call after one
     call outside.
 
     Raises:

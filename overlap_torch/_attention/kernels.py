@@ -43,8 +43,8 @@ class AttentionKernel:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: AttentionWork
     ) -> tuple[torch.Tensor, Any]:
-        """q [B, Tq, h, D], k [B, Tk, hkv, D], v [B, Tk, hkv, Dv], any strides: the output [B, Tq, h, Dv], and what backward wants
-        beside them: they are lent, and backward gets them, too."""
+        """Returns the output [B, Tq, h, Dv] for q [B, Tq, h, D], k [B, Tk, hkv, D] and v [B, Tk, hkv, Dv], of any strides;
+        and a value for ``saved`` of backward. Backward gets q, k and v again: do not keep them."""
         raise NotImplementedError(f"{self.name} has no forward")
 
     def backward(
@@ -57,11 +57,11 @@ class AttentionKernel:
         saved: Any,
         work: AttentionWork,
     ) -> tuple[torch.Tensor, ...]:
-        """The gradients of q, k and v, and of each of ``work.per_head``; k and v may have been gathered again."""
+        """Returns the gradients of q, k and v, and of each of ``work.per_head``."""
         raise NotImplementedError(f"{self.name} has no backward, but its output requires grad")
 
     def refused(self, work: AttentionWork, dtype: torch.dtype) -> str:
-        """The part of the work that the kernel does not take, "" if it takes all."""
+        """Returns the part of the work that the kernel does not take; "" if it takes all of it."""
         rows, columns = work.queries[1] - work.queries[0], work.keys[1] - work.keys[0]
         if dtype not in self.dtypes:
             return f"operands of {dtype}"

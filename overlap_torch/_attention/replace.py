@@ -66,7 +66,7 @@ def replace_context_parallel() -> ContextParallelReplacement:
                 loss = model(tokens, labels)        # its scaled_dot_product_attention
                 loss.backward()
 
-    Every rank of the mesh must have replaced it, or none. Flash attention's calls take it, causal with PyTorch's load balance (a
+    All ranks of the mesh must replace it, or none. Flash attention's calls take it, causal with PyTorch's load balance (a
     zigzag) or without, and cuDNN's without a mask. PyTorch's own ring runs for others, and ``handle.calls`` counts them with the reason:
     cuDNN's and the efficient kernel's causal masks are aligned at the upper left. Gradients of keys and values are sums in float32,
     in rank order, of terms in their dtype.

@@ -110,9 +110,9 @@ def produce(
     Raises:
         ValueError: arguments that are not allowed, as the message says.
         NotImplementedError: an operand requires grad, and grad mode is on: the gradient would be lost.
-        RuntimeError: the kernel signalled a tile twice or never. On CPU, and everywhere with ``OVERLAP_DEBUG=1``, the end
-            of the ``with`` raises; otherwise on CUDA the wait's deadline does, if the plan waits for tiles. Or a rank left its ``with`` by an exception:
-            then all other ranks raise, too, and nothing is communicated. On CUDA the group cannot be used afterwards.
+        RuntimeError: the kernel signalled a tile twice or never. On CPU, and everywhere with ``OVERLAP_DEBUG=1``, the end of
+            the ``with`` raises; otherwise the wait's deadline does. Or a rank left its ``with`` by an exception: all other
+            ranks raise, too, and nothing is communicated. On CUDA the group cannot be used afterwards.
     """
     name, tile = group_name(group), _two(tile, "tile", 1)
     resources = _resources_of(resources, plan)
@@ -221,8 +221,7 @@ def consume(
         columns: N of the kernel's result, which gives the number of tiles in a row of tiles.
         tile: (rows, columns) of a tile of the result, in elements.
         chunks: the number of pieces of each rank's rows that travel one by one, 1 to 64, at most the number of its rows of
-            tiles.
-            None: as in :func:`produce`.
+            tiles. None: as in :func:`produce`.
         tile_order, plan, kernel_us, resources, group: as in :func:`produce`. A plan is of ``allgather_gemm``.
 
     Returns:

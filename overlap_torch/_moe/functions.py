@@ -205,19 +205,16 @@ def moe(
         moe_combine(results, route, topk_weights)
 
     Every rank of the group calls it, as :func:`moe_dispatch`, with the same H, K and dtype. Ranks may have different
-    numbers of tokens, rows and experts, also 0. On Hopper this package's grouped GEMM takes contiguous bfloat16 and float16
-    weights, and fp8 ones. Other bfloat16 on CUDA takes PyTorch's grouped GEMM if strides are multiples of 16 bytes. All else
-    takes a GEMM for each expert, for which the host waits once more on CUDA.
+    numbers of tokens, rows and experts, also 0. docs/experts.md says which operands run by which GEMM.
 
-    **fp8.** Weights may be float8_e4m3fn, with a scale for each of their rows; x is bfloat16 then, and H and I are multiples of
-    16. Each token, and each row of hidden, is cast to float8_e4m3fn with a scale of its own: its largest absolute value divided
-    by 448. Tokens travel so; results travel in bfloat16. A product is the sum times both scales, rounded to bfloat16; on Hopper
-    the tensor cores' sums are less precise than float32. Gradients are missing.
+    **fp8.** Weights may be float8_e4m3fn, with a scale for each of their rows; x is then bfloat16, and H and I are multiples of
+    16. Each token, and each row of hidden, is cast to float8_e4m3fn with its own scale: its largest absolute value divided by
+    448. Tokens travel in fp8, results in bfloat16. A product is the sum times both scales, rounded to bfloat16; on Hopper the
+    tensor cores' sums are less precise than float32. There are no gradients.
 
-    **fp8 by blocks**, as checkpoints of DeepSeek-V3 and Qwen3 have it: a scale for each block of 128 rows and 128 columns of a
+    **fp8 by blocks**, as in checkpoints of DeepSeek-V3 and Qwen3: a scale for each block of 128 rows and 128 columns of a
     weight, and one for each 128 numbers of a token and of hidden. A sum over 128 numbers is multiplied by both scales, and these
-    sums are added in float32. On Hopper this package's grouped GEMM takes them if I is a multiple of 64, or ``gate_up`` is a pair.
-    All ranks give scales of rows, or all of blocks, also a rank without experts.
+    sums are added in float32. All ranks give scales of rows, or all give scales of blocks, also a rank without experts.
 
     Args:
         x, topk_ids, group: as :func:`moe_dispatch`.
@@ -233,7 +230,7 @@ def moe(
             [e, ceil(2I / 128), ceil(H / 128)]. A pair for a pair; I in place of 2I without a gate.
         scale_down: float32 [e, H] or [e, H, 1]; by blocks [e, ceil(H / 128), ceil(I / 128)].
         shares_on: where the shares multiply: ``"output"``, ``"hidden"`` (before down) or ``"input"``.
-        save: what stays in memory for backward besides the tokens. ``"rows"``: the experts' rows [R, H], and the products with
+        save: the tensors kept for backward besides the tokens. ``"rows"``: the experts' rows [R, H], and the products with
             gate_up. ``"gate_up"``: the products; backward dispatches the tokens again. ``"nothing"``: backward also
             computes the products again. With ``shares_on="input"`` only ``"rows"``. The same on all ranks.
         sum_order, max_tokens, max_rows, transport: as :func:`moe_dispatch`.

@@ -40,7 +40,7 @@ def check() -> None:
     Ops on CUDA are asynchronous, so failures show later: a deadline that passed because a rank never called the op, an
     error of NCCL, a peer that died or called something else. The error names the rank and the chunk that waited, or the
     calls that differ; results since then are undefined. ``check`` does not synchronise. To be sure that earlier ops
-    succeeded, synchronise the device first; then no failure in them is missed. Over NCCL without peers, a rank that called
+    succeeded, synchronise the device first. Over NCCL without peers, a rank that called
     another problem is found within seconds, not at once. Ops on CPU raise themselves. With ``OVERLAP_ON_FAILURE=abort`` a
     failure ends the process instead of raising.
 

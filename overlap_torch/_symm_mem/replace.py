@@ -80,7 +80,7 @@ _held = Held(_put, _take)
 
 
 def replace_symm_mem() -> SymmMemReplacement:
-    """Callers of ``torch.ops.symm_mem.fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter`` get these ops.
+    """Replaces ``torch.ops.symm_mem.fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter`` by these ops.
 
     All code that calls PyTorch's fused ops then runs :func:`overlap_torch.allgather_gemm` and
     :func:`overlap_torch.gemm_reducescatter`: Inductor's async TP (``torch._inductor.config._micro_pipeline_tp``),
@@ -89,7 +89,7 @@ def replace_symm_mem() -> SymmMemReplacement:
 
         with overlap_torch.replace_symm_mem():
             compiled_model(tokens).sum().backward()
-            print(overlap_torch.report())       # says what ran, and why where it was not ours
+            print(overlap_torch.report())       # which ops ran, and why PyTorch's did
 
     Results have the shapes, strides and dtypes of PyTorch's. The ops take rows that are gathered or scattered along any dim
     except the last, ``reduce_op="sum"``, and bfloat16, float16, float32 and float64. In ``fused_all_gather_scaled_matmul``

@@ -69,7 +69,7 @@ class Report(list[ReportRow]):
     """The result of :func:`overlap_torch.report`: a list of dicts, :class:`ReportRow`; ``str()`` of it is a table.
 
     The table has one line for layers that differ only in the numbers in their paths. ``notes``: lines after the table, on
-    the replacements of :func:`overlap_torch.replace_symm_mem`, on what carried calls of experts and attention, on the model's
+    the replacements of :func:`overlap_torch.replace_symm_mem`, on the transport of calls of experts and attention, on the model's
     norms after ``integrations.transformers.fuse_norms``, and on groups without CUDA IPC; empty if there is none of these.
     """
 

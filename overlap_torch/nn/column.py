@@ -42,9 +42,8 @@ class ColumnParallelLinear(ParallelLinear):
 
     Args:
         in_features: the layer's input features; every rank takes all of them.
-        out_features: the whole layer's output features, over all ranks; or
-            a sequence of one number or more, all of them positive.
-        bias: whether the layer adds one; for several outputs also a sequence with an answer for each.
+        out_features: the whole layer's output features, over all ranks; or a sequence of positive numbers.
+        bias: whether the layer adds one; for several outputs also a sequence with a bool for each.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
         sequence_parallel: whether the input's tokens (dim 0) are divided among the ranks.
         gather_output: the output is [..., out_features], gathered from all ranks, and its gradient the same on every rank.

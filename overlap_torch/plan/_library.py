@@ -122,7 +122,7 @@ def machine(device: Device = None, group: Group = None) -> Machine:
 
 
 def peer_memory(device: Device = None, group: Group = None) -> str:
-    """The way by which the group's ranks map each other's memory, for people: ``"CUDA IPC"``; ``"NCCL windows"``, and why
+    """A text that says how the group's ranks map each other's memory: ``"CUDA IPC"``; ``"NCCL windows"``, and why
     CUDA IPC was refused; or ``"none"``, and why. Empty on CPU, and for groups that run no plans.
 
     The first call for a group makes its communicators, as :func:`machine` does, so every rank of the group has to make it.
