@@ -110,8 +110,9 @@ def enable(*, strict: bool = False, groups: Iterable[Group] | None = None) -> Ex
     call changes the settings.
 
     Args:
-        strict: raise :class:`MissedCollective` while compiling if a collective beside a GEMM cannot be fused.
-            Collectives without a GEMM beside them, such as a parallel loss's, do not raise.
+        strict: fail to compile if a collective beside a GEMM cannot be fused: PyTorch raises an ``InductorError``, whose
+            ``inner_exception`` is a :class:`MissedCollective`. Collectives without a GEMM beside them, such as a parallel
+            loss's, do not raise.
         groups: names, process groups or one-dimensional meshes whose collectives are considered; None: all groups.
 
     Returns:

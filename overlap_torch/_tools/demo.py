@@ -153,7 +153,7 @@ def _choose_plan(demo: _Demo, device: torch.device, group: str) -> tuple[Plan, s
     set_plan(plan, device=device, group=group)
     return (
         plan,
-        "a template's, so that there is something to see; the planner would take the sequence",
+        "a template's, to show overlap; the planner would take the sequence",
     )
 
 
@@ -188,8 +188,8 @@ def _report(demo: _Demo, device: torch.device, sequence_us: float, op_us: float)
     apart_us = _plan.predict(_plan.make_sequential(shown, H200), H200).total_us
     beside_us = _plan.predict(_plan.make_plan(shown, H200), H200).total_us
     print(
-        f"          What it is for: on two H200s the model expects of 8192 x 8192 x 7168, bfloat16, {apart_us:.0f} us one "
-        f"after\n          the other, and {beside_us:.0f} us by the op: {apart_us / beside_us:.2f}x."
+        f"          On two H200s the cost model expects, for 8192 x 8192 x 7168 in bfloat16, {apart_us:.0f} us by the "
+        f"sequence\n          and {beside_us:.0f} us by the op: {apart_us / beside_us:.2f}x."
     )
 
 

@@ -101,7 +101,7 @@ class Explanation:
             lines.append("  nothing")
         lines += [
             "",
-            f"steps of rank {self.rank}, from begin to end in us, as expected (what takes no time hides beside others)",
+            f"steps of rank {self.rank}, from begin to end in us, as expected (a step of no time hides beside others)",
         ]
         for number, step in enumerate(self.steps):
             lines.append(
@@ -263,7 +263,7 @@ def _why(
         why += ", and does not gain as surely" if us < expected_us else ""
     share, margin = _plan.needed_gain(plan, machine)
     if share < 1.0:
-        why += f"; it was to take less than {share * sequence_us - margin:.1f} us"
+        why += f"; a plan had to take less than {share * sequence_us - margin:.1f} us"
     return why
 
 
