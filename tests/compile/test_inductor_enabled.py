@@ -178,7 +178,8 @@ def test_inductor_strict_raises_for_what_is_missed(failures: Failures) -> None:
             with inductor.enable(strict=True), torch.no_grad():
                 torch.compile(function, backend=backend)(torch.ones(4, 5), torch.ones(5, 6))
             messages.append("")
-        except Exception as error:  # Dynamo wraps what a backend raises
+        except Exception as error:  # Dynamo wraps the exceptions of a backend
+            failures.equal(type(error.inner_exception), inductor.MissedCollective)
             messages.append(str(error))
     failures.equal(messages[1], "")
     for part in (
