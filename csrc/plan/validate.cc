@@ -416,7 +416,8 @@ void check_schedule(const Plan& plan) {
 void check_groups(const Problem& problem) {
   const int32_t ranks = problem.world_size;
   const auto refuse = [](const auto&... what) {
-    fail("problem with the invariance world ", what..., ": take OVERLAP_INVARIANCE=batch");
+    fail("problem with the invariance world ", what...,
+         ": take \"batch\", by invariance= or OVERLAP_INVARIANCE");
   };
   if (ranks > kWorldGroups || kWorldGroups % ranks != 0) {
     refuse("is of ", ranks, " ranks, allowed are 1, 2, 4 and 8");

@@ -76,7 +76,7 @@ def all_reduce(part: torch.Tensor, group: str, invariance: str | None) -> torch.
         if ranks not in (1, 2, 4, 8):
             raise ValueError(
                 f"an all-reduce with the invariance world is of {ranks} ranks, allowed are 1, 2, 4 and 8: take "
-                "OVERLAP_INVARIANCE=batch"
+                '"batch", by invariance= or OVERLAP_INVARIANCE'
             )
         while len(terms) > 1:
             terms = tuple(a + b for a, b in zip(terms[::2], terms[1::2], strict=True))

@@ -438,8 +438,8 @@ bool records(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   const std::string name = without_library(op.schema().name());
   TORCH_CHECK_NOT_IMPLEMENTED(
       !has_scales(op, stack), name, ": ", first->name(),
-      " requires grad, but scaled operands have no gradients here, as only who casts them knows "
-      "those of the casts; take the layers of overlap_torch.nn with fp8=\"tensorwise\" or "
+      " requires grad, but scaled operands have no gradients here, because the op does not make "
+      "the casts; take the layers of overlap_torch.nn with fp8=\"tensorwise\" or "
       "\"rowwise\", or overlap_torch.parallel's styles with torchao's Float8Linear, or detach it");
   TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent, name,
                               " has reverse-mode gradients only, but an operand has a tangent "
