@@ -42,6 +42,7 @@ kernels::ArrivalsParams arrivals_params(const Exchange& exchange, const CopyCall
   params.offs = found.offs.data_ptr<int32_t>();
   params.counts = found.counts.data_ptr<int64_t>();
   params.home = found.home.data_ptr<int64_t>();
+  params.own_routes = found.home.numel();
   params.most_rows = max_rows > 0 ? max_rows : -1;
   params.report = exchange.group().report();
   return params;

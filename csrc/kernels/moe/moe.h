@@ -71,6 +71,7 @@ struct ArrivalsParams {
   int64_t rank_slots = 0;
   int32_t rank = 0;
   int64_t* home = nullptr;  // of this rank's own routes: the row of each that its own experts have
+  int64_t own_routes = 0;
   int64_t* longest = nullptr;  // the most tokens of a rank
   int64_t most_rows = -1;      // more end the call with a report; -1: any number
   int64_t room = 0;            // rows that `source` has; -2 in those after the last

@@ -1,6 +1,8 @@
 // Where routes and tokens go: a stable sort of the routes by expert and of the tokens by rank. A block takes some tokens and
 // keeps their routes in shared memory; a thread follows one expert or rank through them, so that no atomics decide an order.
 #include <algorithm>
+#include <limits>
+#include <type_traits>
 
 #include "kernels/moe/moe.h"
 #include "kernels/signal/spin.cuh"
@@ -11,6 +13,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kSharedIntegers = 12000;  // of a block: 48 KB at most without asking
 constexpr int kMostTokens = 64;         // of a block
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // rows
 
 __host__ __device__ int all_experts(const ExpertRanks& experts) {
   return experts.first[experts.ranks];
@@ -105,9 +108,10 @@ __global__ void __launch_bounds__(kThreads)
                 params.scratch + int64_t{blockIdx.x} * shape.columns);
 }
 
-__device__ int inclusive_in_warp(int value, int lane) {
+template <class Sum>
+__device__ Sum inclusive_in_warp(Sum value, int lane) {
   for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, value, step);
+    const Sum other = __shfl_up_sync(~0u, value, step);
     value += lane >= step ? other : 0;
   }
   return value;
@@ -135,21 +139,22 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(int32_t* counts, Shape s
   }
 }
 
-// sums[i] = the sum of values[0..i), or with values[i], by one warp.
+// sums[i] = the sum of values[0..i), or with values[i] and at most kMost, by one warp.
 template <bool kInclusive = false>
 __device__ void scan_by_warp(const int32_t* values, int32_t* sums, int count) {
+  using Sum = std::conditional_t<kInclusive, int64_t, int>;
   const int lane = threadIdx.x % 32;
   const int each = (count + 31) / 32;
   const int begin = min(lane * each, count);
   const int end = min(begin + each, count);
-  int own = 0;
+  Sum own = 0;
   for (int i = begin; i < end; ++i) {
     own += values[i];
   }
-  int sum = inclusive_in_warp(own, lane) - own;
+  Sum sum = inclusive_in_warp(own, lane) - own;
   for (int i = begin; i < end; ++i) {
     const int value = values[i];  // values may be sums
-    sums[i] = kInclusive ? sum + value : sum;
+    sums[i] = kInclusive ? static_cast<int32_t>(min(int64_t{sum + value}, kMost)) : sum;
     sum += value;
   }
 }
@@ -251,6 +256,7 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x == 0) write_message(params, starts, totals);
 }
 
+// After a wait that failed, counts and routes are whatever lies in the slot: rows go nowhere else for that.
 __global__ void __launch_bounds__(kThreads)
     count_arrivals_kernel(const __grid_constant__ ArrivalsParams params) {
   const int last = params.message_width - 1;
@@ -276,7 +282,9 @@ __global__ void __launch_bounds__(kThreads)
       count += params.met[int64_t{rank} * params.message_width + x];
     }
     params.counts[x] = count;
-    params.offs[x] = static_cast<int32_t>((count + params.align - 1) / params.align * params.align);
+    const int64_t rows = count < 0 ? kMost : min(count, kMost);
+    const int64_t padded = (rows + params.align - 1) / params.align * params.align;
+    params.offs[x] = static_cast<int32_t>(min(padded, kMost));
   }
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -334,7 +342,8 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
   }
   const int64_t from = parts[0] + rank * params.rank_slots;
-  int64_t row = expert == 0 ? 0 : params.offs[expert - 1];
+  const int64_t begin = expert == 0 ? 0 : params.offs[expert - 1];
+  int64_t row = begin;
   int64_t tokens = 0;
   for (int r = 0; r < rank; ++r) {
     row += params.met[int64_t{r} * width + expert];
@@ -342,16 +351,20 @@ __global__ void __launch_bounds__(kThreads)
   }
   const int64_t first = apart ? rank * params.rank_slots : tokens * params.choices;
   int64_t count = params.met[int64_t{rank} * width + expert];
-  if (params.most_rows >= 0) {
-    count = max(int64_t{0}, min(count, params.most_rows - row));  // of a call that has failed
+  if (params.most_rows >= 0) {  // of a call that has failed
+    row = max(begin, min(row, int64_t{params.offs[expert]}));
+    count = max(int64_t{0}, min(count, params.offs[expert] - row));
   }
+  const auto has = [&](int64_t place) {
+    return !apart || (place >= 0 && place < params.rank_slots);
+  };
   for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-    const int32_t slot = params.slots[from + i];
-    params.source[row + i] = first + slot;
+    const int32_t slot = has(parts[0] + i) ? params.slots[from + i] : -1;
+    params.source[row + i] = has(slot) ? first + slot : -1;
     if (params.place != nullptr) {
       params.place[from + i] = row + i;
     }
-    if (apart && rank == params.rank) {
+    if (apart && rank == params.rank && slot >= 0 && slot < params.own_routes) {
       params.home[slot] = row + i;
     }
   }
