@@ -17,11 +17,16 @@ CopyCall::CopyCall(Group& group, cudaStream_t caller, int64_t slot_bytes, int32_
   group_.check();
   peers_ = &group_.peers(slot_bytes, capture_.has_value());
   call_ = peers_->next_call(true, capture_, hash);
-  device_.chain(caller_, capture_);
-  if (call_.slot_may_be_busy) {
-    wait(peers_->wait_for_slots(call_, peers_->everyone_else()), 0, caller_);
+  try {
+    device_.chain(caller_, capture_);
+    if (call_.slot_may_be_busy) {
+      wait(peers_->wait_for_slots(call_, peers_->everyone_else()), 0, caller_);
+    }
+    if (steps > 0) peers_->write_numbers(call_, steps, caller_);
+  } catch (const std::exception&) {
+    peers_->abandon(call_, false, caller_);
+    throw;
   }
-  if (steps > 0) peers_->write_numbers(call_, steps, caller_);
   device_.open = open_ = true;  // last: a constructor that throws leaves nothing open
 }
 
