@@ -661,3 +661,15 @@ def test_attention_over_peers_does_not_race(failures: Failures, calls: int) -> N
             output.zero_()
             graph.replay()
             failures.expect_equal([output], right[0][:1], f"replay after {call}")
+
+
+@pytest.mark.ranks((2, "nccl"))
+def test_attention_over_peers_runs_beside_the_current_device(failures: Failures) -> None:
+    """Operands on another device than the current one."""
+    own, keywords = problems_over_peers()[0]
+    own = [one.detach() for one in own]
+    right = attend(*own, **keywords, transport="peer")
+    other = (torch.cuda.current_device() + 1) % torch.cuda.device_count()
+    with torch.cuda.device(other):
+        found = attend(*own, **keywords, transport="peer")
+    failures.expect_equal([found], [right], f"current device {other}")

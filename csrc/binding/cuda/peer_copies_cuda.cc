@@ -47,6 +47,7 @@ class PeerCopies : public torch::CustomClassHolder {
   // base, to, its stride, bytes of a row, rows}; base 0 is the slot, and base i the i-th of these addresses, from 1 on.
   void copy(const std::vector<int64_t>& bases, const at::Tensor& numbers) {
     constexpr int64_t kColumns = 8;
+    const c10::cuda::CUDAGuard guard(device_);
     const int64_t* one = rows_of(numbers, kColumns);
     const auto slot = reinterpret_cast<int64_t>(open_call().slot());
     const auto base = [&](int64_t number) {
@@ -67,6 +68,7 @@ class PeerCopies : public torch::CustomClassHolder {
   void push(const std::vector<int64_t>& bases, const at::Tensor& numbers, int64_t first,
             int64_t steps) {
     constexpr int64_t kColumns = 10;
+    const c10::cuda::CUDAGuard guard(device_);
     const int64_t* one = rows_of(numbers, kColumns);
     const int64_t* const end = one + numbers.numel();
     open_call().fork(current().stream());
@@ -90,9 +92,13 @@ class PeerCopies : public torch::CustomClassHolder {
   }
 
   // The current stream waits for all peers' step.
-  void await(int64_t step) { open_call().await(static_cast<int32_t>(step), current().stream()); }
+  void await(int64_t step) {
+    const c10::cuda::CUDAGuard guard(device_);
+    open_call().await(static_cast<int32_t>(step), current().stream());
+  }
 
   void end() {
+    const c10::cuda::CUDAGuard guard(device_);
     open_call();
     TORCH_CHECK(current() == stream_,
                 "overlap_torch: a call of copies ends on another stream than it was begun on: an "
