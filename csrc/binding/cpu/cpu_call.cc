@@ -123,16 +123,19 @@ bool takes_composition(const OpCall& call) {
 }  // namespace
 
 at::Tensor gemm_reduction_cpu(const OpCall& call) {
+  const auto turn = call.group->turn_on_cpu();
   if (!takes_composition(call)) return CpuCall(call).reduce();
   return call.problem.traits().all_reduces() ? gemm_allreduce_composition(call)
                                              : gemm_reducescatter_composition(call);
 }
 
 AllGatherGemmResult allgather_gemm_cpu(const OpCall& call) {
+  const auto turn = call.group->turn_on_cpu();
   return takes_composition(call) ? allgather_gemm_composition(call) : CpuCall(call).gather();
 }
 
 at::Tensor gemm_alltoall_cpu(const OpCall& call) {
+  const auto turn = call.group->turn_on_cpu();
   return takes_composition(call) ? gemm_alltoall_composition(call) : CpuCall(call).exchange();
 }
 

@@ -16,6 +16,7 @@ class CpuRunner : public KernelCall::Runner {
 
   void begin() override {
     using steps::Buffer;
+    const auto turn = group_.turn_on_cpu();
     call_.make_counters(at::zeros({KernelCounters::kSize}, at::kInt));
     made_.emplace(cpu::Call{.plan = plan_,
                             .list = call_.list(),
@@ -33,6 +34,7 @@ class CpuRunner : public KernelCall::Runner {
   }
 
   void finish() override {
+    const auto turn = group_.turn_on_cpu();
     if (communicates_first()) {
       check_arrivals();
     } else {
@@ -46,6 +48,7 @@ class CpuRunner : public KernelCall::Runner {
   // nothing.
   void abandon(const std::string& why) override {
     if (communicates_first()) return;
+    const auto turn = group_.turn_on_cpu();
     announce(why);
     try {
       group_.agree();

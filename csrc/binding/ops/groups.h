@@ -133,6 +133,12 @@ class GroupEntry final : public cpu::Group {
   // plan is gone the oldest go.
   std::vector<std::shared_ptr<const Tally>> tallies();
 
+  // Held while a call on CPU compares and communicates: gloo pairs messages by their order, and so threads that call
+  // on one group take turns. Other ranks may see another order, which the comparison finds.
+  std::unique_lock<std::recursive_mutex> turn_on_cpu() {
+    return std::unique_lock<std::recursive_mutex>(cpu_mutex_);
+  }
+
   // A call on CPU begins, and its comparison with what the other ranks call, which comes before the first
   // thing that is communicated. See CallBoard.
   [[gnu::visibility("default")]] void announce(const std::string& problem, uint64_t plan,
@@ -188,7 +194,8 @@ class GroupEntry final : public cpu::Group {
   using Way = std::pair<Key, std::string>;
   std::map<Way, std::shared_ptr<Tally>> tally_by_way_;
   std::vector<std::shared_ptr<Tally>> tallies_;
-  std::unique_ptr<CallBoard> board_;
+  std::recursive_mutex cpu_mutex_;
+  std::unique_ptr<CallBoard> board_;  // with cpu_mutex_ held
   std::atomic<int64_t> compared_{0};
 };
 

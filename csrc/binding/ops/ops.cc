@@ -24,6 +24,7 @@ void compare_local_call(const OpCall& call) {
                                   ? "a group of one has nothing to communicate"
                                   : "M, N or K is 0: there is nothing to overlap");
   if (!call.input.is_cpu() || call.problem.world_size == 1) return;
+  const auto turn = call.group->turn_on_cpu();
   call.group->announce(call.description(), 0, call.row_counts());
   call.group->agree();
 }
@@ -33,6 +34,7 @@ void compare_collective(const std::string& what, at::Device device, const std::s
   if (group->world_size() == 1) return;
   if (debug_enabled()) group->compare("collective", what, device.type());
   if (!device.is_cpu()) return;
+  const auto turn = group->turn_on_cpu();
   group->announce(what, 0);
   group->agree();
 }
