@@ -44,36 +44,38 @@ struct Enumeration;
     static constexpr std::array kMembers = {__VA_ARGS__}; \
   };
 
-OVERLAP_ENUM(Op, "The op that a problem is of.", Member{Op::kGemmAllReduce, "gemm_allreduce"},
+OVERLAP_ENUM(Op, "The op that a problem describes.", Member{Op::kGemmAllReduce, "gemm_allreduce"},
              Member{Op::kGemmReduceScatter, "gemm_reducescatter"},
              Member{Op::kAllGatherGemm, "allgather_gemm"},
              Member{Op::kGemmAllToAll, "gemm_alltoall"})
 
-OVERLAP_ENUM(DType, "Element type of operands, or of the result.",
-             Member{DType::kBFloat16, "bfloat16"}, Member{DType::kFloat16, "float16"},
-             Member{DType::kFloat32, "float32"}, Member{DType::kFloat64, "float64"},
-             Member{DType::kFloat8E4M3, "float8_e4m3fn"}, Member{DType::kFloat8E5M2, "float8_e5m2"})
+OVERLAP_ENUM(DType, "Element type of operands or results.", Member{DType::kBFloat16, "bfloat16"},
+             Member{DType::kFloat16, "float16"}, Member{DType::kFloat32, "float32"},
+             Member{DType::kFloat64, "float64"}, Member{DType::kFloat8E4M3, "float8_e4m3fn"},
+             Member{DType::kFloat8E5M2, "float8_e5m2"})
 
 OVERLAP_ENUM(Recipe, "How both operands are scaled.",
-             Member{Recipe::kNone, "none", "not at all: not fp8"},
-             Member{Recipe::kTensor, "tensor_wise", "by one number each"},
+             Member{Recipe::kNone, "none", "not scaled: operands that are not fp8"},
+             Member{Recipe::kTensor, "tensor_wise", "one number for each operand"},
              Member{Recipe::kRow, "row_wise",
-                    "by a number for each row of the input, and of the weight"},
+                    "one number for each row of the input and each row of the weight"},
              Member{Recipe::kBlock, "block_wise",
-                    "by blocks: 1 x 128 of the input, 128 x 128 of the weight"})
+                    "one number for each block: 1 x 128 in the input, 128 x 128 in the weight"})
 
-OVERLAP_ENUM(Invariance, "What the bits of a row of a sum may depend on.",
-             Member{Invariance::kNone, "none", "on the fastest plan, and so on all rows"},
+OVERLAP_ENUM(Invariance, "What the bits of a row of the result may depend on.",
+             Member{Invariance::kNone, "none",
+                    "on the plan, and so on the number of rows: the fastest plan runs"},
              Member{Invariance::kBatch, "batch",
-                    "on the row, the weight and the number of ranks alone"},
+                    "only on the row, the weight and the number of ranks"},
              Member{Invariance::kWorld, "world",
-                    "on the row and the weight alone: 1, 2, 4 or 8 ranks"})
+                    "only on the row and the weight, for 1, 2, 4 or 8 ranks"})
 
 OVERLAP_ENUM(Schedule, "When an op communicates.",
              Member{Schedule::kSequential, "sequential",
-                    "one GEMM, and one collective before or after it"},
-             Member{Schedule::kOverlapped, "overlapped",
-                    "beside the GEMM: chunk by chunk, or, over peers, by its own stores"})
+                    "one GEMM, with one collective before or after it"},
+             Member{
+                 Schedule::kOverlapped, "overlapped",
+                 "while the GEMM runs: chunk by chunk, or, over peers, by the GEMM's own stores"})
 
 OVERLAP_ENUM(Kernel, "Which GEMM computes the tiles.", members_of<Kernel>(kKernels))
 
@@ -81,49 +83,50 @@ OVERLAP_ENUM(Transport, "How chunks travel.", members_of<Transport>(kTransports)
 
 OVERLAP_ENUM(
     Collective, "What communicates a chunk.",
-    Member{Collective::kAllReduce, "all_reduce", "of gemm_allreduce"},
+    Member{Collective::kAllReduce, "all_reduce", "gemm_allreduce: NCCL's or gloo's all-reduce"},
     Member{Collective::kExchange, "exchange",
-           "of gemm_allreduce between two ranks: an all-gather of both chunks, then a sum"},
-    Member{Collective::kReduceScatter, "reduce_scatter", "of gemm_reducescatter"},
-    Member{Collective::kAllGather, "all_gather", "of allgather_gemm"},
-    Member{Collective::kAllToAll, "all_to_all", "of gemm_alltoall"},
+           "gemm_allreduce between two ranks: each gathers both chunks and adds them up"},
+    Member{Collective::kReduceScatter, "reduce_scatter", "gemm_reducescatter"},
+    Member{Collective::kAllGather, "all_gather", "allgather_gemm"},
+    Member{Collective::kAllToAll, "all_to_all", "gemm_alltoall"},
     Member{Collective::kRing, "ring",
-           "of reductions over peers: partial sums go from rank to rank, each adding its own"},
+           "reductions over peers: partial sums go from rank to rank, and each rank adds its own"},
     Member{Collective::kDirect, "direct",
-           "of reductions over peers: partial sums go to the ranks that need them, "
-           "which add them up"},
+           "reductions over peers: partial sums go to the ranks that need them, which add them up"},
     Member{Collective::kStripes, "stripes",
-           "of reductions over peers: the framework's GEMM stores each rank's rows "
-           "into its memory, and the rank adds them up, chunk by chunk"},
+           "reductions over peers: the framework's GEMM stores each rank's rows into that rank's "
+           "memory, and the rank adds them up, chunk by chunk"},
     Member{Collective::kOwners, "owners",
-           "of reductions over peers: each tile goes to its rows' owner, whose GEMM "
-           "adds the ranks' terms in their order"},
+           "reductions over peers: each tile goes to the rank that owns its rows, whose GEMM adds "
+           "the terms in rank order"},
     Member{Collective::kHierarchical, "hierarchical",
-           "ranks of a host add up or share rows first, so that each row crosses "
-           "between hosts once; not of gemm_alltoall"})
+           "several hosts: the ranks of a host add up or share rows first, so that each row "
+           "crosses between hosts once; all ops but gemm_alltoall"})
 
 OVERLAP_ENUM(Layout, "Where finished tiles are stored until their chunk has arrived.",
-             Member{Layout::kRowMajor, "row_major", "chunks are whole row panels of the output"},
+             Member{Layout::kRowMajor, "row_major",
+                    "in place in the output: a chunk is whole rows"},
              Member{Layout::kPacked, "packed",
-                    "one after the other in tile order: chunks end after any tile"})
+                    "one after the other in tile order: a chunk ends after any tile"})
 
 OVERLAP_ENUM(Memory, "The memory that a program's transfers read and write.",
-             Member{
-                 Memory::kProduct, "product",
-                 "each rank's own product, in place of which sums are made; not of allgather_gemm"},
-             Member{Memory::kOutput, "output", "the result; not of allgather_gemm"},
+             Member{Memory::kProduct, "product",
+                    "the rank's own product, into which sums are added; no allgather_gemm has it"},
+             Member{Memory::kOutput, "output", "the result; no allgather_gemm has it"},
              Member{Memory::kInput, "input",
-                    "of allgather_gemm: each rank's own rows, which are only read"},
-             Member{Memory::kGathered, "gathered",
-                    "of allgather_gemm: all ranks' rows; a rank's own are there at first"},
-             Member{Memory::kScratch, "scratch", "the program's own"})
+                    "allgather_gemm: the rank's own rows, which are only read"},
+             Member{
+                 Memory::kGathered, "gathered",
+                 "allgather_gemm: the rows of all ranks; the rank's own are there from the start"},
+             Member{Memory::kScratch, "scratch", "memory of the program's own"})
 
-OVERLAP_ENUM(Way, "On whose stream a transfer is made.", Member{Way::kPush, "push", "the source's"},
+OVERLAP_ENUM(Way, "The rank whose stream makes a transfer.",
+             Member{Way::kPush, "push", "the source's"},
              Member{Way::kPull, "pull", "the destination's"},
-             Member{Way::kCopy, "copy", "the rank's, from and to which it is"})
+             Member{Way::kCopy, "copy", "the one rank that it reads and writes"})
 
-OVERLAP_ENUM(Engine, "What moves a transfer's bytes.",
-             Member{Engine::kAny, "any", "what the plan's transport has"},
+OVERLAP_ENUM(Engine, "The engine that moves a transfer's bytes.",
+             Member{Engine::kAny, "any", "whatever the plan's transport has"},
              Member{Engine::kCopyEngine, "copy_engine", "a copy engine, which takes no SM"},
              Member{Engine::kNccl, "nccl", "NCCL's messages"})
 
@@ -171,23 +174,23 @@ OVERLAP_FIELDS(
     Problem, 0, "What all ranks of a call share, so that each makes the same plan.",
     FIELD(op, kGroup, "the op; the constructor takes its name as well."),
     FIELD(m, kGroup,
-          "rows of the GEMM; of all ranks together for allgather_gemm, 0 for gemm_alltoall, "
-          "whose rows differ by rank."),
+          "rows of the GEMM. allgather_gemm counts the rows of all ranks; gemm_alltoall has 0, as "
+          "its rows differ by rank."),
     FIELD(n, kGroup, "columns of the output, of all weights together."),
     FIELD(k, kGroup, "inner dimension on one rank."),
     FIELD(dtype, kGroup,
-          "of the operands (of the input, where two types of fp8 meet) and, unless they are "
-          "scaled, of the result; the constructor takes its name or a torch.dtype as well."),
+          "element type of the operands (of the input, if they are two types of fp8) and, without "
+          "scales, of the result; the constructor takes its name or a torch.dtype as well."),
     FIELD(world_size, kGroup, "number of ranks."),
     // Quiet where operands are not scaled, and fast_accum where it is not set.
     FIELD(recipe, kGroup, "see Recipe; the constructor takes its name as well.", "", true),
     FIELD(output_dtype, kGroup,
-          "of the result; the constructor takes None for the operands' dtype, or bfloat16 where "
-          "they are scaled.",
+          "element type of the result; the constructor takes None for the operands' dtype, or for "
+          "bfloat16 if they are scaled.",
           "", true),
     FIELD(fast_accum, kGroup,
-          "whether scaled operands' sums may be the tensor cores' own, which are less exact than "
-          "fp32: the ops' use_fast_accum.",
+          "whether sums of scaled operands may stay in the tensor cores, less exact than fp32: the "
+          "ops' use_fast_accum.",
           "", true),
     FIELD(invariance, kGroup, "see Invariance; the constructor takes its name as well.", "", true))
 
@@ -199,22 +202,23 @@ OVERLAP_FIELDS(
     FIELD(sm_count, kRank, "SMs of the device."),
     FIELD(sm_gflops, kRank, "sustained 16-bit tensor-core rate of one SM, GFLOP/s."),
     FIELD(kernel_arch, kRank,
-          "the newest compute capability whose kernels this build and this device have: 80, 90; 0: "
-          "none."),
+          "the newest compute capability, 80 or 90, whose kernels both this build and this device "
+          "have; 0: none."),
     FIELD(link_latency_us, kRank, "fixed time of one all-reduce, microseconds."),
     FIELD(link_gbps, kRank, "all-reduced message bytes in a second, GB/s."),
     FIELD(windows, kRank, "whether NCCL's symmetric windows work in the group."),
     FIELD(peer_gbps, kRank,
-          "copies into a peer's memory, GB/s; 0: the ranks do not map each other's."),
+          "copies into a peer's memory, GB/s; 0: the ranks cannot map each other's memory."),
     FIELD(profile, kRank,
-          "the Profile that says what work takes there; the shipped one unless given."),
+          "the Profile with the times of kernels and copies on this device; by default the one "
+          "that is shipped."),
     FIELD(serial, kRank,
-          "whether some rank's kernels run one at a time (CUDA_LAUNCH_BLOCKING=1, debuggers): "
-          "the planner then makes the sequence.",
+          "whether kernels of a rank run one at a time (CUDA_LAUNCH_BLOCKING=1, a debugger): the "
+          "planner then makes the sequence.",
           "", true),
     FIELD(clique, kRank,
-          "ranks of a host, where a group has several hosts with as many each, one after the "
-          "other; else 0.",
+          "number of ranks on each host, if the group has several hosts with equally many "
+          "consecutive ranks; else 0.",
           "", true),
     FIELD(clique_gbps, kRank,
           "copies into the memory of a rank of the same host, GB/s; 0: it is not mapped.", "",
@@ -223,20 +227,22 @@ OVERLAP_FIELDS(
           "NCCL's messages to another host, of all ranks at once, GB/s of each.", "", true),
     FIELD(across_latency_us, kRank, "fixed time of one such message, microseconds.", "", true))
 
-OVERLAP_FIELDS(
-    BandRun, 2,
-    "Bands of equal height, one after the other. Frozen: assign plan.bands a new sequence.",
-    FIELD(tile_rows, kGroup, "tile rows of each band."), FIELD(count, kGroup, "number of bands."))
+OVERLAP_FIELDS(BandRun, 2,
+               "Consecutive bands of equal height. Frozen: to change one, assign a new sequence to "
+               "plan.bands.",
+               FIELD(tile_rows, kGroup, "tile rows of each band."),
+               FIELD(count, kGroup, "number of bands."))
 
 OVERLAP_FIELDS(
     Chunk, 1,
-    "A run of tiles in tile order, communicated as one unit. Frozen: assign plan.chunks a new "
-    "sequence.",
+    "A run of tiles in tile order, communicated as one unit. Frozen: to change one, assign a new "
+    "sequence to plan.chunks.",
     FIELD(tiles, kGroup,
           "number of tiles; 0 in plans of gemm_alltoall, and of problems that have none.",
           "{} tiles"),
-    FIELD(transport, kGroup, "how it travels, the same for all chunks of a plan.", " ({}"),
-    FIELD(max_ctas, kRank, "CTA limit of the communicator that carries it; 0: NCCL's own choice.",
+    FIELD(transport, kGroup, "how the chunk travels; all chunks of a plan have the same.", " ({}"),
+    FIELD(max_ctas, kRank,
+          "limit of CTAs of the communicator that carries the chunk; 0: NCCL's own choice.",
           ", {} CTAs", true))
 
 OVERLAP_FIELDS(
@@ -246,71 +252,73 @@ OVERLAP_FIELDS(
           ", smem pad {} bytes", true),
     FIELD(window, kRank, "whether chunks are staged in an NCCL symmetric window.", ", in a window",
           true),
-    FIELD(finish_ctas, kRank,
-          "CTAs that put chunks in place after their communication; 0: a default.",
+    FIELD(finish_ctas, kRank, "CTAs that put chunks in place once they have come; 0: a default.",
           ", finished by {} CTAs", true),
     FIELD(lanes, kRank,
-          "chunks in flight at a time, each on a stream and a communicator of its own.",
+          "chunks in flight at the same time, each on its own stream and communicator.",
           ", {} lanes", true),
     FIELD(one_launch, kRank,
           "gemm_alltoall over peers: whether one launch computes, sends and receives all rows.",
           ", in one launch", true),
     FIELD(low_priority, kRank,
-          "whether communication's streams have the lowest priority, not the highest.",
+          "whether the streams of communication have the lowest priority instead of the highest.",
           ", at low priority", true))
 
-OVERLAP_FIELDS(
-    Rectangle, 4,
-    "Rows and columns of a matrix, in elements. gemm_alltoall's rows are shares of messages: 64 "
-    "of each.",
-    FIELD(row, kGroup, "the first row."), FIELD(rows, kGroup, "how many."),
-    FIELD(column, kGroup, "the first column."), FIELD(columns, kGroup, "how many."))
+OVERLAP_FIELDS(Rectangle, 4,
+               "Rows and columns of a matrix, in elements. For gemm_alltoall a row is a share of a "
+               "message, which has 64.",
+               FIELD(row, kGroup, "the first row."), FIELD(rows, kGroup, "how many."),
+               FIELD(column, kGroup, "the first column."), FIELD(columns, kGroup, "how many."))
 
-OVERLAP_FIELDS(Region, 3, "A rectangle of a rank's memory.", FIELD(memory, kGroup, "see Memory."),
-               FIELD(rank, kGroup, "the rank that has it."),
-               FIELD(area, kGroup, "which part of it, a Rectangle."))
+OVERLAP_FIELDS(Region, 3, "A rectangle of a rank's memory.",
+               FIELD(memory, kGroup, "the Memory that it lies in."),
+               FIELD(rank, kGroup, "the rank whose memory it is."),
+               FIELD(area, kGroup, "the Rectangle of it."))
 
 OVERLAP_FIELDS(
     Transfer, 4,
-    "A move of data from one region to another, and its waits. Frozen: assign program.transfers "
-    "a new sequence.",
-    FIELD(way, kGroup, "see Way."),
-    FIELD(reduces, kGroup, "whether it is added to what the destination holds."),
+    "A move of data from one region to another, with what must be ready before. Frozen: to change "
+    "one, assign a new sequence to program.transfers.",
+    FIELD(way, kGroup, "the Way it is made: by which rank."),
+    FIELD(reduces, kGroup, "whether the data are added to the destination; else they replace it."),
     FIELD(source, kGroup, "the Region that is read."),
-    FIELD(destination, kGroup, "the Region that is written, of the same height and width."),
-    FIELD(by, kGroup, "see Engine."),
-    FIELD(stream, kGroup, "0 to 3: those of a rank's stream come one after the other."),
-    FIELD(tiles, kGroup, "Rectangles of the source's product, whose tiles are computed before."),
-    FIELD(behind, kGroup,
-          "numbers of earlier transfers that come before, each of which shares a rank with it."))
+    FIELD(destination, kGroup, "the Region that is written, as high and as wide as the source."),
+    FIELD(by, kGroup, "the Engine that moves the bytes."),
+    FIELD(stream, kGroup,
+          "0 to 3; transfers on the same stream of a rank run one after the other."),
+    FIELD(tiles, kGroup,
+          "Rectangles of the source rank's product: their tiles must be computed before."),
+    FIELD(after, kGroup,
+          "numbers of earlier transfers that must come first; each shares a rank with this one."))
 
-OVERLAP_FIELDS(Program, 0, "Transfers in place of a plan's collective, of all ranks.",
+OVERLAP_FIELDS(Program, 0, "The transfers of all ranks that replace a plan's collective.",
                FIELD(scratch_rows, kGroup,
-                     "rows of scratch memory on each rank, as wide as what travels."),
-               FIELD(transfers, kGroup,
-                     "Transfers, in the order in which each rank comes to its own."))
+                     "rows of scratch memory on each rank, each as wide as a row that travels."),
+               FIELD(transfers, kGroup, "the Transfers; each rank makes its own in this order."))
 
 OVERLAP_FIELDS(
-    Plan, 0, "How one problem runs. Plain data; validate() says whether it can run.",
-    FIELD(problem, kGroup, "the problem that it is a plan for.", "{}: "),
+    Plan, 0, "How one problem runs. Plain data: validate() says whether it can run.",
+    FIELD(problem, kGroup, "the Problem that the plan solves.", "{}: "),
     FIELD(schedule, kGroup, "see Schedule.", "{}, "), FIELD(kernel, kRank, "see Kernel.", "{} "),
     FIELD(tile_m, kGroup, "rows of the kernel's tile, elements.", "{}x"),
-    FIELD(tile_n, kGroup, "its columns, elements.", "{}"),
+    FIELD(tile_n, kGroup, "columns of the kernel's tile, elements.", "{}"),
     FIELD(cluster_m, kGroup, "tile rows that a cluster computes together.", " cluster {}, "),
     FIELD(layout, kGroup, "see Layout.", "{}, "),
     FIELD(bands, kGroup,
-          "BandRuns, the tile order: band after band, within each column after column.",
+          "the BandRuns, which give the tile order: band after band, and within a band column "
+          "after column.",
           "bands of {} tile rows, "),
-    FIELD(chunks, kGroup, "Chunks, in tile order; their tiles sum up to the grid's.",
+    FIELD(chunks, kGroup, "the Chunks in tile order; together they have all tiles of the grid.",
           "chunks of {}"),
     // Quiet where it is the op's own.
     FIELD(collective, kGroup, "see Collective.", ", {}", true),
     FIELD(resources, kRank, "what the GEMM leaves to communication.", "{}"),
-    FIELD(program, kGroup, "a Program, which moves the chunks where it has transfers.", ", {}",
-          true),
+    FIELD(program, kGroup,
+          "the Program that moves the data in place of the collective, if it has transfers.",
+          ", {}", true),
     FIELD(clique, kGroup,
-          "ranks of a host, of the collective hierarchical, and of programs over peers on "
-          "several hosts; else 0.",
+          "number of ranks on each host, for the collective hierarchical and for programs over "
+          "peers on several hosts; else 0.",
           " in cliques of {}", true))
 
 #undef OVERLAP_ENUM

@@ -45,7 +45,7 @@ class Check {
            ": take one of these");
     }
     for (const Rectangle& area : one_.tiles) check_tiles(area);
-    for (const int32_t before : one_.behind) check_behind(before);
+    for (const int32_t before : one_.after) check_after(before);
   }
 
  private:
@@ -145,7 +145,7 @@ class Check {
     check_area("needed tiles' place", area, extents(plan_, Memory::kProduct), "product");
   }
 
-  void check_behind(int32_t before) const {
+  void check_after(int32_t before) const {
     if (before < 0 || static_cast<size_t>(before) >= number_) {
       fail("it waits for transfer ", before, ", allowed are those before it, 0 to ",
            static_cast<int64_t>(number_) - 1,
@@ -259,7 +259,7 @@ std::vector<int32_t> rounds(const Program& program) {
   for (const Transfer& one : program.transfers) {
     Open& last = open[static_cast<size_t>(one.stream)];
     const bool local = one.way == Way::kCopy;
-    const bool needs = std::any_of(one.behind.begin(), one.behind.end(), [&](int32_t before) {
+    const bool needs = std::any_of(one.after.begin(), one.after.end(), [&](int32_t before) {
       return made[static_cast<size_t>(before)] >= last.round;
     });
     if (last.round < 0 || needs || local != last.local || has(last.sources, one.source.rank) ||

@@ -57,11 +57,11 @@ struct Transfer {
   Region source;
   Region destination;
   Engine by = Engine::kAny;
-  int32_t stream = 0;            // those of a rank's stream come one after the other
-  std::vector<Rectangle> tiles;  // of the source's product: after the tiles that lie in these
-  // After these transfers, each of which shares a rank with this one: where it ends there its data have arrived, where
-  // it only begins there they have left.
-  std::vector<int32_t> behind;
+  int32_t stream = 0;            // a rank's transfers on it run one after the other
+  std::vector<Rectangle> tiles;  // of the source rank's product, computed before
+  // Numbers of transfers that come first, each of which shares a rank with this one: if it ends on that rank, its data have
+  // arrived; if it only begins there, they have left.
+  std::vector<int32_t> after;
 
   friend bool operator==(const Transfer&, const Transfer&) = default;
 };

@@ -309,8 +309,8 @@ class Editor:
                 written = Region(place.memory, destination, place.at(rank))
             if read.area.rows == 0 or read.area.columns == 0:
                 continue
-            tiles, behind = self._needs(read, written, needs, rank)
-            made.append(Transfer(way, reduce, read, written, by, stream, tiles, behind))
+            tiles, after = self._needs(read, written, needs, rank)
+            made.append(Transfer(way, reduce, read, written, by, stream, tiles, after))
         ends = [(one.source.rank, one.destination.rank) for one in made]
         numbers = self._transfers.add(made)
         return Earlier(
@@ -324,17 +324,17 @@ class Editor:
             tiles = [read.area] if read.memory == Memory.PRODUCT else []
             return tiles, self._transfers.data_needs(read, written)
         tiles = []
-        behind: set[int] = set()
+        after: set[int] = set()
         for need in needs:
             if isinstance(need, Tiles):
                 tiles.append(need.area.at(rank))
             elif isinstance(need, Earlier):
-                behind.update(need.numbers(rank))
+                after.update(need.numbers(rank))
             else:
                 raise ValueError(
                     f"needs have {need!r}, allowed are tiles(), arrived(), left() and what a transfer returned"
                 )
-        return tiles, sorted(behind)
+        return tiles, sorted(after)
 
     def _earlier(
         self, touching: Callable[[Region, int], Iterable[int]], area: Area, at: AnyRank | None

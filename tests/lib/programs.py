@@ -139,8 +139,8 @@ def disturbed(plan: Plan, seed: int) -> tuple[str, Plan]:
     if what == "drop":
         transfers = without(transfers, i)
     elif what == "need":
-        kept = [number for number in one.behind if draw.random() < 0.5]
-        transfers[i] = changed(one, behind=kept)
+        kept = [number for number in one.after if draw.random() < 0.5]
+        transfers[i] = changed(one, after=kept)
     elif what == "tiles":
         transfers[i] = changed(one, tiles=[])
     elif what == "twice":
@@ -168,6 +168,6 @@ def without(transfers: list[Transfer], i: int) -> list[Transfer]:
     for j, one in enumerate(transfers):
         if j == i:
             continue
-        behind = [number - (number > i) for number in one.behind if number != i]
-        kept.append(changed(one, behind=behind))
+        after = [number - (number > i) for number in one.after if number != i]
+        kept.append(changed(one, after=after))
     return kept

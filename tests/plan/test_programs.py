@@ -275,8 +275,8 @@ def region(rank: int, row: int, rows: int = 8, memory: Memory = Memory.PRODUCT) 
     "fields, expected",
     [
         ({"stream": 4}, "transfer 4.*stream 4.*0 to 3"),
-        ({"behind": [4]}, "transfer 4.*waits for transfer 4.*0 to 3"),
-        ({"behind": [2]}, "transfer 4.*waits for transfer 2.*from rank 2 to 3.*rank 0 or 1"),
+        ({"after": [4]}, "transfer 4.*waits for transfer 4.*0 to 3"),
+        ({"after": [2]}, "transfer 4.*waits for transfer 2.*from rank 2 to 3.*rank 0 or 1"),
         ({"source": region(0, 60)}, "rows 60 to 68.*allowed are rows 0 to 64"),
         ({"source": region(9, 0)}, "of rank 9, allowed are 0 to 3"),
         ({"source": region(0, 0, 4)}, "4 x 32, the destination 8 x 32"),

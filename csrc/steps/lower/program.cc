@@ -401,7 +401,7 @@ void ProgramBuilder::await_needs(size_t number, Lane lane, std::vector<StepId>& 
   if (places_.is_sent(one)) {
     for (const Rectangle& area : one.tiles) await_tiles(area, lane, after);
   }
-  for (const int32_t before : one.behind) {
+  for (const int32_t before : one.after) {
     const StepId there = arrived_[at(before)];
     await_step(there != kNone ? there : left_[at(before)], lane, after);
   }
