@@ -128,6 +128,10 @@ def layer_class(
             """As vLLM's."""
             # Models change reduce_results of layers that they have made.
             reduces = self.overlap_group and self.reduce_results
+            # vLLM binds the backend that --linear-backend chose for layers without quantization.
+            chosen = getattr(self.quant_method, "_gemm_impl", None)
+            if isinstance(chosen, functools.partial):
+                reduces = False
             if not reduces or not _serving.takes(self, unquantized, input_):
                 return super().forward(input_)
             input = _serving.part_of(self, input_, self.tp_rank, self.tp_size)

@@ -4,6 +4,7 @@ Classes stand in for the frameworks'; tests/lib/wheels.py says how long tests ge
 """
 
 import ast
+import functools
 import importlib
 import inspect
 import os
@@ -205,6 +206,22 @@ def test_vllms_layers_compile_to_one_graph(failures: Failures, invariant: bool) 
     failures.equal(["invariance: batch" in graph for graph in graphs], [invariant], *graphs)
 
 
+@pytest.mark.ranks((2, "gloo"))
+def test_vllms_layers_keep_a_chosen_linear_backend(failures: Failures) -> None:
+    """vLLM's methods hold such a backend as a partial function, and a plain function otherwise."""
+    ours = vllm.layer_class(VllmLinear, Unquantized, tp_group=Group, batch_invariant=bool)
+    input = my_features(integers(ROWS, K, seed=3))
+    for gemm, ops in (
+        (functional.linear, ["gemm_allreduce"]),
+        (functools.partial(functional.linear, bias=None), []),
+    ):
+        layer = filled(ours(K, N))
+        layer.quant_method._gemm_impl = gemm
+        (output, _), called = ops_of(lambda: layer(input))  # noqa: B023
+        failures.equal(called, ops, gemm)
+        failures.expect(difference(output.as_subclass(torch.Tensor), meaning({}, "sum")), gemm)
+
+
 # --- entry points, variables, versions ------------------------------------------------------------------------
 
 
@@ -258,6 +275,12 @@ TAKEN = {
         "group = _groups[group_name]()", "self.device_group", "def get_tp_group()",
     ],
     "vllm.envs": ["VLLM_BATCH_INVARIANT"],
+    "vllm.model_executor.layers.linear UnquantizedLinearMethod.__init__": [
+        "self._gemm_impl = dispatch_unquantized_gemm(linear_backend)"
+    ],
+    "vllm.model_executor.layers.utils dispatch_unquantized_gemm": [
+        "return default_unquantized_gemm ... return functools.partial(cuda_flashinfer_bf16_gemm"
+    ],
     # Its own dispatch asks the same numbers.
     "vllm.distributed.device_communicators.all2all AgRsAll2AllManager": [
         "sizes = dp_metadata.get_chunk_sizes_across_dp_rank()"
