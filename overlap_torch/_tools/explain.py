@@ -97,6 +97,10 @@ def _complete(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--machine is '{args.machine}', allowed are here, h200, or fields like 'arch=90 sm_count=132': {error}"
             ) from error
+    if machine is not None and args.device is not None:
+        raise ValueError(
+            f"--device is {args.device}, but no ranks run for --machine {args.machine}: give one of them"
+        )
     args.machine = machine
     try:
         plan = files.load(args.plan) if args.plan is not None else None

@@ -122,6 +122,7 @@ def step(index: int) -> str:
         ('coll="allreduce"', 'coll="allgather"', "is an allgather, the problem of gemm_allreduce"),
         ('ngpus="4"', 'ngpus="5"', "for 5 ranks, the problem has 4"),
         ('nchunksperloop="8"', 'nchunksperloop="x"', "nchunksperloop='x', expected an integer"),
+        ('s_chunks="0"', f's_chunks="{1 << 64}"', f"{1 << 64} chunks of a buffer, allowed are at most 65536"),
         ("<algo", "<plan", "made.xml is <plan>, expected <algo>|is no XML"),
         (step(1), step(1).replace("rrs", "rx"), "gpu 0, tb 0, step 1: type 'rx' is not supported"),
         (step(0), step(0).replace('srcoff="0"', 'srcoff="8"'), "gpu 0, tb 0, step 0: chunks 8 to 9 of buffer i, which has 8"),
@@ -186,6 +187,7 @@ READS, PUTS = plan_files.read_allreduce(4), plan_files.put_allgather(4)
         (("protocol",), "LL128", "protocol 'LL128' is not supported, allowed are Simple and LL"),
         (("gpus", 1, "id"), 3, "not in the order of their ids"),
         (("gpus", 0, "input_chunks"), 6, "chunks, allowed are multiples|chunks"),
+        (("gpus", 0, "input_chunks"), 1 << 64, "made.json: [0-9]{20} chunks of a buffer, allowed are at most 65536"),
         (
             ("gpus", 0, "channels", 0, "channel_type"), "switch",
             "gpu 0: channel_type 'switch' is not supported, allowed are memory and port"),

@@ -265,6 +265,10 @@ def test_explain_command_draws_a_saved_plan_of_a_machine_in_words(tmp_path, caps
     ("arguments", "message"),
     [
         (["--machine", "h300"], "--machine is 'h300', allowed are here, h200, or fields like"),
+        (
+            ["--machine", "h200", "--device", "cpu"],
+            "--device is cpu, but no ranks run for --machine h200",
+        ),
         (["--machine", "arch=x"], "--machine is 'arch=x', allowed are here, h200"),
         (
             ["--machine", "h200", "--m", "-1"],

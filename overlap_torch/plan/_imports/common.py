@@ -19,6 +19,7 @@ from overlap_torch._plan import MAX_TRANSFERS, Op, Plan, Problem
 from overlap_torch.plan._editor import MESSAGE_SHARES, Area, Editor
 
 _STREAMS = 4
+_MOST_UNITS = 1 << 16  # of a buffer
 _COLLECTIVES = {
     "allreduce": Op.GEMM_ALLREDUCE,
     "allgather": Op.ALLGATHER_GEMM,
@@ -110,6 +111,11 @@ class File:
             )
         self.name, self.problem, self.op, self.world = name, problem, op, ranks
         self.parts = 1 if problem.traits.all_reduces else ranks
+        most = max(units, scratch)
+        if most > _MOST_UNITS:
+            raise ValueError(
+                f"{name}: {most} chunks of a buffer, allowed are at most {_MOST_UNITS}"
+            )
         if units % self.parts != 0:
             raise ValueError(
                 f"{name}: {units} chunks, allowed are multiples of the {ranks} ranks, because each rank has equally many"
