@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Runs an op on all GPUs with NCCL, or on two CPU ranks with gloo. Checks it against its sequence (a GEMM "
         "and a collective, one after the other), times both, draws both in timeline.png, and writes trace.json.",
     )
-    parser.add_argument("--op", choices=list(_COLLECTIVES), default="gemm_allreduce")
+    ops = list(_COLLECTIVES)
+    parser.add_argument("--op", choices=ops, default=ops[0], help=f"default: {ops[0]}")
     for name, meaning in (
         ("m", "rows of the whole GEMM; for gemm_alltoall, rows of each rank's input"),
         ("n", "columns of the output"),

@@ -107,6 +107,10 @@ def _complete(args: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(f"--plan is {args.plan}, which is no saved plan: {error}") from error
     given = [name for name in _PROBLEM if getattr(args, name) is not None]
+    sizes = ("rows" if args.op == "gemm_alltoall" else "m", "n", "k")
+    missing = [f"--{name}" for name in sizes if getattr(args, name) is None]
+    if plan is None and missing:
+        raise ValueError(f"{', '.join(missing)} missing: give the problem's sizes, or a --plan")
     for name in _PROBLEM.keys() - given:
         setattr(args, name, _PROBLEM[name])
     if plan is None:

@@ -67,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--scales", choices=_SCALES, help="how operands of fp8 are scaled; the output is bfloat16"
     )
     parser.add_argument("--fast-accum", action="store_true", help="for fp8: use_fast_accum=True")
-    parser.add_argument("--modes", default="call,row", help="comma-separated: call, row")
+    parser.add_argument(
+        "--modes", default="call,row", help="comma-separated: call, row (default: both)"
+    )
     parser.add_argument(
         "--most",
         type=arguments.count,

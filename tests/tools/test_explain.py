@@ -306,6 +306,16 @@ def test_explain_command_refuses_a_problem_beside_a_saved_plan(option, tmp_path,
     assert f"a problem of its own, without {option.split()[0]}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [("", "--m, --n, --k"), ("--m 8 --k 8", "--n"), ("--op gemm_alltoall --n 8 --k 8", "--rows")],
+)
+def test_explain_command_asks_for_the_sizes(given, missing, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "--machine", "h200", *given.split()])
+    assert f"error: {missing} missing: give the problem's sizes" in capsys.readouterr().err
+
+
 def test_explain_command_says_what_a_picture_needs(tmp_path, capsys) -> None:
     asked = ["explain", *SHAPE, "--machine", "h200", "--plot", str(tmp_path / "plan.svg")]
     with mock.patch.dict(sys.modules, {"matplotlib.figure": None}), pytest.raises(SystemExit):
