@@ -275,7 +275,7 @@ def _buffers(made: dict) -> tuple[Buffer, ...]:
             whose = "the group's, kept, as large as the largest call's" if kept else "the call's"
             found.append(Buffer(scratch["buffer"], scratch["bytes"], whose))
     if made["slot_bytes"] > 0:
-        whose = "the group's, kept: two of them, used in turns, for what peers write"
+        whose = "the group's, kept: two, each rounded up to a power of two, for what peers write"
         found.append(Buffer("slots", 2 * made["slot_bytes"], whose))
     if made["counters"] > 0:
         whose = "of finished tiles, one a chunk, and of a program's transfers"

@@ -73,7 +73,9 @@ def test_explain_says_what_a_call_holds() -> None:
     gather = big(op=Op.ALLGATHER_GEMM, world_size=4)
     pushed = templates.row_panels(gather, 1, kernel="sm90_pingpong", transport="peer", comm_sms=2)
     assert held(pushed) == {"slots": 2 * 8192 * 7168 * 2}
-    assert "slots        224.0 MiB" in str(pushed.explain(PEERS))
+    assert "slots        224.0 MiB   the group's, kept: two, each rounded up" in str(
+        pushed.explain(PEERS)
+    )
 
 
 def test_explain_says_why_it_is_the_planners_choice() -> None:
