@@ -33,7 +33,7 @@ void bind_proof(py::module_& m) {
   m.def("validate", &refuse_faults, py::arg("plan"), py::arg("machine") = std::nullopt,
         R"(Raises ValueError if the plan cannot run: what is wrong, what is allowed, what to do.
 
-A plan for 2 to 8 ranks is also proved: the steps of all ranks, several calls in a row, end whatever SMs are held, read and
+A plan for 2 to 16 ranks is also proved: the steps of all ranks, several calls in a row, end whatever SMs are held, read and
 write nothing too early, and give the op's results. The message names rank and step.
 `machine`: the machine with the SMs; by default a Hopper of 132.)");
   m.def("usual_machine", &steps::usual_machine, py::arg("plan"),

@@ -74,7 +74,7 @@ std::optional<Fault> find_fault_in_a_row(const Ranks& ranks, const std::vector<S
 std::optional<Fault> find_fault(const std::vector<Ranks>& calls);
 
 // The same for a plan by itself: with the kernel on all ranks, on some and on none. `machine`: a Hopper of 132 SMs
-// where none is given. Plans for more ranks than can map each other's memory are not looked at.
+// where none is given. Plans for more than kMaxProvedRanks are not looked at.
 std::optional<Fault> find_fault(const plan::Plan& plan, const plan::Machine& machine);
 plan::Machine usual_machine(const plan::Plan& plan);
 
