@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="python -m overlap_torch",
+        description="Tensor-parallel GEMMs beside their communication. Each command takes --help.",
         epilog="\n".join(f"{name:10}{meaning}" for name, meaning in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
