@@ -13,18 +13,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from overlap_torch._tools.arguments import count, output, picture
+from overlap_torch._tools.arguments import SHORT_DTYPES, count, output, picture, short_dtype
 
 from . import block, computations, gemm, measure, plans, pytorch_ops, report, shapes, worker
 from .study import Option, Study, choose_ranks, rank_rows
 
-DTYPES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e5m2": "float8_e5m2",
-}
+DTYPES = SHORT_DTYPES | {name: name for name in ("float8_e4m3fn", "float8_e5m2")}
 ALL = (*computations.OPS, "block")  # the ops of "all"; gemm has no sequence
 
 
@@ -169,6 +163,7 @@ OPTIONS = (
     ),
     Option(
         "--dtype",
+        type=short_dtype,
         choices=list(DTYPES),
         check=_dtype,
         help="the operands' type (default: bf16, on CPU fp32); for fp8 the input's",

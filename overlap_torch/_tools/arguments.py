@@ -9,7 +9,18 @@ from pathlib import Path
 
 from overlap_torch._watch.drawing import figure
 
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _PICTURES = (".png", ".svg", ".pdf")
+
+
+def dtype(text: str) -> str:
+    """A dtype's full name, by itself or by its short one."""
+    return SHORT_DTYPES.get(text, text)
+
+
+def short_dtype(text: str) -> str:
+    """A dtype's short name, by itself or by its full one."""
+    return {full: short for short, full in SHORT_DTYPES.items()}.get(text, text)
 
 
 def count(text: str, least: int = 1) -> int:

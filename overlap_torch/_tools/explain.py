@@ -13,7 +13,7 @@ import torch.distributed as dist
 from overlap_torch import _plan
 from overlap_torch._ops.collectives import usual_invariance
 from overlap_torch._plan import Op, Problem
-from overlap_torch._tools.arguments import count, picture
+from overlap_torch._tools.arguments import count, dtype, picture
 from overlap_torch._tools.launch import Ranks, add_options, current_device, launch
 from overlap_torch._tools.variables import environment
 from overlap_torch.plan import _library as library
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("k", "inner dimension on each rank"),
     ):
         parser.add_argument(f"--{name}", type=partial(count, least=0), help=meaning)
-    parser.add_argument("--dtype", help="default: bfloat16")
+    parser.add_argument("--dtype", type=dtype, help="default: bfloat16")
     parser.add_argument(
         "--scales",
         choices=["tensor", "row", "block"],

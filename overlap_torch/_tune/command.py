@@ -25,7 +25,6 @@ from overlap_torch.plan import Problem
 from overlap_torch.plan._names import enum_name
 from overlap_torch.plan.files import plain
 
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _SCALES = ("tensor", "row", "block")
 OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
@@ -60,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--dtype",
-        choices=[*_SHORT, *_FP8],
+        type=arguments.short_dtype,
+        choices=[*arguments.SHORT_DTYPES, *_FP8],
         help="the input's type (default: bf16, on CPU fp32). Weights of fp8 are float8_e4m3fn",
     )
     parser.add_argument(
@@ -150,7 +150,7 @@ def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[Problem, ...]:
             raise ValueError(f"--shapes has {text!r}, allowed is MxNxK, as in 4096x8192x7168")
         shapes.append([int(size) for size in text.split("x")])
     world = _world(ranks)
-    dtype = _SHORT.get(dtype, dtype)
+    dtype = arguments.dtype(dtype)
 
     def problem(op: str, m: int, n: int, k: int) -> Problem:
         rows = -(-m // world) * world

@@ -318,6 +318,17 @@ def test_explain_command_asks_for_the_sizes(given, missing, capsys) -> None:
     assert f"error: {missing} missing: give the problem's sizes" in capsys.readouterr().err
 
 
+def test_commands_take_a_dtype_by_both_names(capsys) -> None:
+    for name in ("fp16", "float16"):
+        assert main(["explain", *SHAPE, "--machine", "h200", "--dtype", name]) == 0
+        assert "k=7168 float16 world_size" in capsys.readouterr().out
+    for command in (["tune", "--shapes", "x"], ["bench", "--shapes", "x"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--dtype", "float16"])
+        told = capsys.readouterr().err  # of the next fault, the shape's
+        assert "'x'" in told and "invalid choice" not in told
+
+
 def test_explain_command_says_what_a_picture_needs(tmp_path, capsys) -> None:
     asked = ["explain", *SHAPE, "--machine", "h200", "--plot", str(tmp_path / "plan.svg")]
     with mock.patch.dict(sys.modules, {"matplotlib.figure": None}), pytest.raises(SystemExit):
