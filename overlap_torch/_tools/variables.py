@@ -39,6 +39,12 @@ ENVIRONMENT = (
         "abort: a failed call ends the process, so that no wrong result leaves it",
     ),
     Variable(
+        "OVERLAP_PLANS",
+        "0, 1",
+        "1",
+        "0: ops run PyTorch's GEMM and then its collective; the same on all ranks",
+    ),
+    Variable(
         "OVERLAP_PEERS",
         "0, 1",
         "1; 0 if NCCL_P2P_DISABLE=1",

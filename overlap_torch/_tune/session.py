@@ -107,8 +107,10 @@ class Session:
         cache: bool,
         plans: list[Plan],
     ) -> None:
-        given = torch.ops.overlap.environment()["OVERLAP_TIMEOUT_S"]
-        timeout_s = float(given or _timeout_s(members, device))
+        variables = torch.ops.overlap.environment()
+        if variables["OVERLAP_PLANS"] == "0":
+            raise ValueError("no plans can be tuned: OVERLAP_PLANS=0 turns them off")
+        timeout_s = float(variables["OVERLAP_TIMEOUT_S"] or _timeout_s(members, device))
         _boards[members] = _boards.get(members, 0) + 1
         self.board = Board(
             store=dist.distributed_c10d._get_process_group_store(members),

@@ -131,6 +131,28 @@ def test_backends_on_gpus_make_what_the_ops_mean(
     check_backend(failures, backend, devices)
 
 
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+@pytest.mark.fresh(environment={"OVERLAP_PLANS": "0"})
+def test_backends_run_compositions_without_plans(failures: Failures) -> None:
+    """A switch for whoever suspects the package: PyTorch's GEMM, then its collective."""
+    device = rank_device()
+    check_ops(failures, dist.group.WORLD, device)
+    check_layers(failures, dist.group.WORLD, device)
+    said = {row["why"] for row in overlap_torch.report()}
+    failures.equal(said, {"OVERLAP_PLANS=0: a GEMM, then its collective"})
+    failures.equal(torch.ops.overlap.plan_count(dist.group.WORLD.group_name), 0, "plans")
+    x = torch.ones(2, 6, device=device)
+    failures.near(overlap_torch.allreduce_rmsnorm(x, None, x[0])[0], x, "a norm", atol=1e-5)
+    parts = [torch.ones(1, 4, 2, 8, device=device)] * 3
+    failures.near(overlap_torch.context_parallel_attention(*parts), parts[0], "attention")
+    shape, how = (("all_reduce", (64, 64), torch.float32), {"tile": (32, 32), "device": device})
+    for what, call in (
+        ("tune", lambda: overlap_torch.tune(device=device.type)),
+        ("a job", lambda: overlap_torch.produce(*shape, **how).__enter__()),
+    ):
+        failures.says(message_of(call), ["OVERLAP_PLANS=0"], what)
+
+
 @pytest.mark.ranks((2, "gloo"))
 def test_backend_fake_runs_each_op_dry(failures: Failures) -> None:
     """A dry run: this rank's own part of the work, in the right shapes, and nobody is waited for."""

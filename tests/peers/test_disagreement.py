@@ -364,6 +364,7 @@ def test_on_failure_ends_the_process_or_raises(action, what):
         ("OVERLAP_TIMEOUT_S", "soon", "a number of seconds"),
         ("OVERLAP_TIMEOUT_S", "-1", "a number of seconds"),
         ("OVERLAP_PEERS", "perhaps", "0 or 1"),
+        ("OVERLAP_PLANS", "off", "0 or 1"),
         ("OVERLAP_PEER_MEMORY", "both", "ipc or nccl"),
         ("OVERLAP_ON_FAILURE", "exit", "raise or abort"),
         ("OVERLAP_LOG", "all", "none or plans"),

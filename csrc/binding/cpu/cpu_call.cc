@@ -112,11 +112,9 @@ bool takes_composition(const OpCall& call) {
       call.group->announce(call.description(), 0, call.row_counts());
     return true;
   }
-  if (call.group->runs_plans(at::kCPU)) return false;
-  call.group->count_unplanned(call.problem, at::kCPU,
-                              "the group's backend for CPU tensors is " +
-                                  call.group->backend(at::kCPU) +
-                                  ", not gloo: a GEMM, then its collective");
+  const std::string why = call.group->why_no_plans(at::kCPU);
+  if (why.empty()) return false;
+  call.group->count_unplanned(call.problem, at::kCPU, why + ": a GEMM, then its collective");
   return true;
 }
 

@@ -168,8 +168,7 @@ bool takes_composition(const OpCall& call) {
   } else if (!has_kernels(call.input.device())) {
     why = "this build has no kernels for this device (" OVERLAP_BUILD_INFO ")";
   } else {
-    why =
-        "the group's backend for CUDA tensors is " + call.group->backend(at::kCUDA) + ", not nccl";
+    why = call.group->why_no_plans(at::kCUDA);
   }
   call.group->count_unplanned(call.problem, at::kCUDA, why + ": a GEMM, then its collective");
   return true;

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "binding/ops/environment.h"
 #include "binding/ops/operands.h"
 #include "plan/agreement.h"
 
@@ -50,6 +51,8 @@ KernelJob::KernelJob(const std::vector<int64_t>& code, at::Device device, const 
                       ", allowed are 1 to ", plan::kMaxChunks - 1);
   }
   (void)from_plan_dtype(plan_.problem.dtype);
+  TORCH_CHECK(environment().plans, "overlap_torch: OVERLAP_PLANS=0 turns plans off, and with them ",
+              "produce and consume: leave the variable out, or run the kernel and its collective");
   if (group_->world_size() > 1) machine_ = kernel_machine(group_, device_);
   plan::check_serial(plan_, machine_);
   list_ =

@@ -82,6 +82,7 @@ Environment read_environment() {
   read.invariance = read_invariance("OVERLAP_INVARIANCE");
   read.profile = read_profile("OVERLAP_PROFILE");
   read_choice("OVERLAP_TUNE", "0", "1", false);  // Python's, checked with the others
+  read.plans = read_choice("OVERLAP_PLANS", "0", "1", true);
   // Whoever keeps NCCL from the GPUs' access to each other has a reason that holds here, too.
   const char* p2p_disabled = std::getenv("NCCL_P2P_DISABLE");
   const bool wanted = p2p_disabled == nullptr || std::string(p2p_disabled) != "1";

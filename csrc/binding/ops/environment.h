@@ -15,6 +15,7 @@ namespace overlap::binding {
 struct Environment {
   bool debug = false;                                // OVERLAP_DEBUG
   std::optional<std::chrono::milliseconds> timeout;  // OVERLAP_TIMEOUT_S
+  bool plans = true;                                 // OVERLAP_PLANS
   bool peers = true;                                 // OVERLAP_PEERS
   std::string why_no_peers;                          // the setting that turns them off, NAME=value
   bool abort_on_failure = false;                     // OVERLAP_ON_FAILURE

@@ -85,11 +85,15 @@ std::string GroupEntry::backend(at::DeviceType device) const {
   }
 }
 
-bool GroupEntry::runs_plans(at::DeviceType device) {
+std::string GroupEntry::why_no_plans(at::DeviceType device) {
+  if (!environment().plans) return "OVERLAP_PLANS=0";
   // A group's backend does not change: asked for once.
   std::atomic<int>& known = runs_plans_[device == at::kCPU ? 0 : 1];
-  if (known < 0) known = backend(device) == (device == at::kCPU ? "gloo" : "nccl") ? 1 : 0;
-  return known == 1;
+  const char* const needed = device == at::kCPU ? "gloo" : "nccl";
+  if (known < 0) known = backend(device) == needed ? 1 : 0;
+  if (known == 1) return "";
+  return c10::str("the group's backend for ", device == at::kCPU ? "CPU" : "CUDA", " tensors is ",
+                  backend(device), ", not ", needed);
 }
 
 std::chrono::milliseconds GroupEntry::timeout(at::DeviceType device) const {

@@ -101,8 +101,10 @@ class GroupEntry final : public cpu::Group {
   // The group's backend for this kind of device: "gloo", "nccl", "fake" or another's. A group that is a Python class has
   // no backends, and is named as a whole.
   std::string backend(at::DeviceType device) const;
-  // Plans run on gloo for the CPU and on nccl for CUDA. All other backends take the compositions.
-  bool runs_plans(at::DeviceType device);
+  // Plans run on gloo for the CPU and on nccl for CUDA. All other backends take the compositions, and so does
+  // OVERLAP_PLANS=0. Returns the reason, or "".
+  std::string why_no_plans(at::DeviceType device);
+  bool runs_plans(at::DeviceType device) { return why_no_plans(device).empty(); }
 
   // The group's timeout on this kind of device, or OVERLAP_TIMEOUT_S.
   std::chrono::milliseconds timeout(at::DeviceType device) const override;

@@ -141,6 +141,7 @@ c10::Dict<std::string, std::string> environment_now() {
   values.insert("OVERLAP_DEBUG", now.debug ? "1" : "0");
   values.insert("OVERLAP_TIMEOUT_S",
                 now.timeout ? c10::str(static_cast<double>(now.timeout->count()) / 1000.0) : "");
+  values.insert("OVERLAP_PLANS", now.plans ? "1" : "0");
   values.insert("OVERLAP_PEERS", now.peers ? "1" : "0");
   values.insert("OVERLAP_PEER_MEMORY", plan::name(now.peer_source));
   values.insert("OVERLAP_ON_FAILURE", now.abort_on_failure ? "abort" : "raise");
