@@ -117,11 +117,12 @@ class KernelCandidates {
 };
 
 void check(const Problem& problem, const Machine& machine, const KernelRequest& request) {
-  if (problem.traits().rows_by_rank || request.tile_m < 1 || request.tile_n < 1 ||
-      !(request.kernel_us > 0.0) || request.comm_sms < 0 || request.chunks < 0) {
+  if (problem.m == 0 || request.tile_m < 1 || request.tile_n < 1 || !(request.kernel_us > 0.0) ||
+      request.comm_sms < 0 || request.chunks < 0) {
     fail("a kernel of your own of ", std::to_string(request.kernel_us), " us in tiles of ",
          request.tile_m, " x ", request.tile_n,
-         ": allowed are times above 0, tiles of 1 or more, and ops other than gemm_alltoall");
+         ": allowed are times above 0, tiles of 1 or more, and m of 1 or more, which gemm_alltoall "
+         "never has");
   }
   if (machine.sm_count <= 0 || machine.link_gbps <= 0.0) {
     fail("nothing is known of the machine's link: measure it");

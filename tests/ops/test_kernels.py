@@ -525,6 +525,7 @@ def test_kernels_plans_on_cpu_have_one_chunk():
         {"tile": (0, 64)},
         {"comm_sms": -1},
         {"problem": Problem(0, 64, 1, torch.bfloat16, 2, Op.GEMM_ALLTOALL)},
+        {"problem": Problem(0, 64, 1, torch.bfloat16, 2)},
     ],
 )
 def test_kernels_plans_say_what_is_allowed(arguments):
