@@ -141,9 +141,6 @@ void Group::prepare(const plan::Plan& plan) {
   for (int chunk = 0; chunk < static_cast<int>(plan.chunks.size()); ++chunk) {
     (void)communicator(communicator_of(plan, chunk), false);
   }
-  for (int32_t lane = 0; lane < plan::streams(plan.program); ++lane) {
-    (void)communicator({plan.chunks[0].max_ctas, lane}, false);
-  }
 }
 
 // All ranks have come here, or the store's deadline passes and says who has not: making a
