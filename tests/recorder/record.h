@@ -277,10 +277,10 @@ struct Driver {
   bool full = false;             // no memory is left for windows
   int answers = -1;              // about streams, before the device fails; -1: it never does
   bool failed = false;           // it has, and what frees memory would wait for NCCL's kernels
-  cudaStream_t stuck = nullptr;  // what comes after this stream's work never ends
-  std::atomic<cudaEvent_t> never{nullptr};  // such an event
-  const void* report = nullptr;             // pinned memory,
-  bool freed = false;                       // which has been freed
+  std::atomic<cudaStream_t> stuck{nullptr};  // what comes after this stream's work never ends
+  std::atomic<cudaEvent_t> never{nullptr};   // such an event
+  const void* report = nullptr;              // pinned memory,
+  bool freed = false;                        // which has been freed
 
   void enter() {
     if (!busy) return;
