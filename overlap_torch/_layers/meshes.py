@@ -12,7 +12,7 @@ import weakref
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
 from torch.distributed.tensor import DTensor
 
 from overlap_torch._ops.graphs import constant_in_graphs
@@ -167,3 +167,6 @@ def _set_apart(meshes: list[DeviceMesh]) -> None:
         if hasattr(mesh, "_dim_group_names") and mesh._dim_group_names and not is_living(mesh):
             mesh._thread_id = f"gone {next(_numbers)}"
             mesh._hash = None
+            # DTensor's caches keep the mesh, and it would keep the groups' threads and sockets.
+            for name, group in mesh._pg_registry.items():
+                mesh._pg_registry[name] = group if group in _world.pg_map else None

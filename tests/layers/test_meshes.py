@@ -5,6 +5,7 @@ that are made again.
 import copy
 import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -238,7 +239,7 @@ def test_layers_are_made_on_groups_that_are_made_again(
     failures: Failures, tmp_path, all_again: bool
 ) -> None:
     """Groups that go and come, of other ranks under names that come again; old layers live on, and are used between."""
-    kept = []
+    kept, groups = [], []
     rank, world = dist.get_rank(), dist.get_world_size()
     for life, members in enumerate(([0, 1], [1, 2], [0, 1], [0, 2], [0, 1, 2])):
         if all_again:
@@ -248,6 +249,7 @@ def test_layers_are_made_on_groups_that_are_made_again(
             )
         group = dist.new_group(members)
         if rank in members:
+            groups.append(weakref.ref(group))
             size = len(members)
             x = torch.ones(3, 4)
             y = overlap_torch.gemm_allreduce(x, torch.ones(2, 4), group=group)
@@ -272,3 +274,9 @@ def test_layers_are_made_on_groups_that_are_made_again(
         dist.barrier()
         if group != dist.GroupMember.NON_GROUP_MEMBER and not all_again:
             dist.destroy_process_group(group)
+    del group
+    if (
+        not all_again
+    ):  # a life of the same name and ranks takes over the meshes that PyTorch remembers
+        gc.collect()
+        failures.equal([one() is None for one in groups[:-1]], [True] * (len(groups) - 1))
