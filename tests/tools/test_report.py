@@ -22,6 +22,7 @@ from checks import Failures
 from layers import Linears
 from meshes import gathered_tokens
 from overlap_torch import parallel, plan
+from overlap_torch._ops import ways
 from overlap_torch._watch import report
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
@@ -291,6 +292,11 @@ def test_report_says_what_carried_experts_and_attention(failures: Failures) -> N
         f"context_parallel_attention: 1 call {by} calls on cpu",
     ]
     failures.equal(found, right)
+    for number in range(1000):  # as reasons name numbers of tokens
+        ways.note_way("moe", group.group_name, f"max_tokens={number}")
+    last = list(ways.lines())
+    failures.holds(len(last), range(1, 500))
+    failures.holds("max_tokens=999", last[-1])
 
 
 def test_report_of_no_calls_says_so():
