@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,17 +24,42 @@ _OPS = {
     "reduce_scatter": Op.GEMM_REDUCESCATTER,
     "all_to_all": Op.GEMM_ALLTOALL,
 }
-# The key is the call, so that its arguments are checked once. Graphs may hold the tables' addresses, so entries are never
-# dropped.
-_prepared: dict[tuple, Prepared] = {}
+_MOST = 2048  # jobs that are kept of a group; those that follow replace the older half
 
 
-def _found(key: tuple) -> Prepared | None:
-    try:
-        found = _prepared.get(key)
-    except TypeError:  # something that cannot be a key, and that is refused later
-        return None
-    return found if found is not None and found.job.current() else None
+class _Kept(dict[tuple, Prepared]):
+    """A group's jobs by their calls, so that a call's arguments are checked once."""
+
+    def add(self, call: tuple, prepared: Prepared) -> Prepared:
+        if len(self) >= _MOST:
+            old = [(one, self.pop(one)) for one in list(self)[: _MOST // 2]]
+            for device in {job.device for _, job in old if job.on_gpu}:
+                torch.cuda.synchronize(device)  # kernels on any stream may read the tables
+        self[call] = prepared
+        return prepared
+
+    def find(self, call: tuple) -> Prepared | None:
+        try:
+            return self.get(call)
+        except TypeError:  # something that cannot be a key, and that is refused later
+            return None
+
+
+class _Jobs:
+    """A group's jobs. Making one may be collective, so all ranks drop the same ones: all-to-alls, whose rows are a rank's own,
+    are apart."""
+
+    def __init__(self) -> None:
+        self.alike, self.by_rows = _Kept(), _Kept()
+
+
+_jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Jobs] = weakref.WeakKeyDictionary()
+
+
+def _jobs_of(name: str, collective: str = "") -> _Kept:
+    group = process_group(name)
+    jobs = _jobs.get(group) or _jobs.setdefault(group, _Jobs())
+    return jobs.by_rows if collective == "all_to_all" else jobs.alike
 
 
 @untraced
@@ -104,8 +130,8 @@ def produce(
     Returns:
         A :class:`Job`, to be entered once. ``job.result()``: [rows, N], [rows / world, N], or [sum(recv_rows), N].
 
-    Inside a CUDA graph's capture it works after one call with the same arguments outside. The result has no gradient: write
-    a ``torch.autograd.Function`` around the call, as docs/kernels.md shows.
+    Inside a CUDA graph's capture it works after one call with the same arguments outside; a group keeps at least the last 1,024
+    kinds of jobs. The result has no gradient: write a ``torch.autograd.Function`` around the call, as docs/kernels.md shows.
 
     Raises:
         ValueError: arguments that are not allowed, as the message says.
@@ -121,7 +147,8 @@ def produce(
         None if send_rows is None else tuple(map(int, send_rows)), None if recv_rows is None else tuple(map(int, recv_rows)), resources,
         device, torch.cuda.current_device() if torch.cuda.is_initialized() else -1, name, signals,
     )  # fmt: skip
-    prepared = _found(key)
+    jobs = _jobs_of(name, collective)
+    prepared = jobs.find(key)
     if prepared is None:
         what = f"overlap_torch.produce({collective!r}, {tuple(shape)})"
         problem = _produced(what, collective, shape, dtype, send_rows, recv_rows, name)
@@ -147,7 +174,7 @@ def produce(
             group=name,
         )
         _check_gradients(what, operands)
-        prepared = _prepared[key] = request.prepare()
+        prepared = jobs.add(key, request.prepare())
     else:
         _check_gradients(prepared.what, operands)
     return Job(prepared)
@@ -248,7 +275,8 @@ def consume(
         collective, tuple(input.shape), input.dtype, columns, tile, chunks, tile_order, _code(plan), kernel_us,
         resources, input.device, name,
     )  # fmt: skip
-    prepared = _found(key)
+    jobs = _jobs_of(name)
+    prepared = jobs.find(key)
     if prepared is not None:
         return Job(prepared, input)
     world = process_group(name).size()
@@ -267,8 +295,7 @@ def consume(
         device=_device(input.device, name),
         group=name,
     )
-    prepared = _prepared[key] = request.prepare()
-    return Job(prepared, input)
+    return Job(jobs.add(key, request.prepare()), input)
 
 
 def include_path() -> str:

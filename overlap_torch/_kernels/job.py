@@ -22,6 +22,7 @@ class _Entered(threading.local):
 
 
 _entered = _Entered()
+_of_graphs: set[Prepared] = set()  # CUDA graphs hold the addresses of their tables
 
 
 def entered() -> Job | None:
@@ -80,6 +81,8 @@ class Job:
         resources = prepared.resources
         if resources.by == "green_context" and resources.comm_sms and prepared.on_gpu:
             context = _resources.green_context(self.programs, prepared.device)
+        if self._capturing:
+            _of_graphs.add(prepared)
         self._call, matrix, counters = prepared.job.begin(self._rows)
         self.tile_order, self.tile_chunk = prepared.tile_order, prepared.tile_chunk
         if self._rows is None:

@@ -1,9 +1,12 @@
 """Kernels of a user's whose tiles are communicated by overlap_torch: exact results, orders, and what goes wrong."""
 
+import gc
 import itertools
 import json
 import math
+import os
 import re
+import weakref
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -22,8 +25,8 @@ from kernels import (
 from machines import cpu, hopper
 from operands import rank_device
 from overlap_torch import _plan, plan
+from overlap_torch._kernels import calls, tile_orders
 from overlap_torch._kernels import request as requests
-from overlap_torch._kernels import tile_orders
 from overlap_torch.plan import Machine, Problem
 from overlap_torch.plan.types import Op
 from tests import _plan_test
@@ -247,6 +250,39 @@ def test_kernels_outlive_no_process_group(failures: Failures) -> None:
     with small_job() as job:
         run_kernel(job)
     expect(failures, "the next call", job.result(), kernels.reduced(128, 96, 32, 1))
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_jobs_are_kept_up_to_a_bound_and_for_a_group(failures: Failures) -> None:
+    """Each rank drops the same jobs, whatever rows all-to-alls have; nothing of a destroyed group stays."""
+    rank, open_files = dist.get_rank(), []
+    for _ in range(4):
+        group, alike, by_rows = dist.new_group(), [], []
+        with mock.patch.object(calls, "_MOST", 8):
+            for number in range(1, 30):
+                job = small_job(group=group, kernel_us=number)
+                alike.append(weakref.ref(job._prepared))
+                rows = [number, 1] if rank == 0 else [1, 1]  # rank 1 makes one job
+                given = {"tile": TILE, "send_rows": rows, "recv_rows": rows, "group": group}
+                job = overlap_torch.produce("all_to_all", (sum(rows), 32), torch.float32, **given)
+                by_rows.append(weakref.ref(job._prepared))
+        with small_job(group=group, kernel_us=1) as job:
+            run_kernel(job)
+        expect(failures, "made again", job.result(), kernels.reduced(128, 96, 32, 1))
+        del job, given
+        alive = [[one() is not None for one in refs] for refs in (alike, by_rows)]
+        failures.equal(alive[0][-4:], [True] * 4)
+        failures.holds(sum(alive[0]), range(9))
+        failures.holds(sum(alive[1]), range(9) if rank == 0 else [29])
+        texts = [None, None]
+        dist.all_gather_object(texts, alive[0])
+        failures.equal(texts[0], texts[1])
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        failures.equal([one() for one in alike + by_rows if one() is not None], [])
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    failures.equal(open_files[-1], open_files[0])
 
 
 def check_wrong_signals(failures: Failures, kind: str, text: str) -> None:
