@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import fcntl
 import hashlib
 import json
 import math
 import os
 import platform
 import tempfile
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,7 @@ _IDLE = (
     "OVERLAP_TUNE",
     "OVERLAP_VLLM",
 )
+_LOOKS, _LOOK_S = 500, 0.01  # for another job's lock
 _unwritten: dict[Path, dict[str, Any]] = {}  # entries that the disk did not take
 
 
@@ -123,36 +126,39 @@ class Files:
         """Adds an entry, and keeps those that other jobs have written meanwhile."""
         path = self.path(problem)
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        entries = self._entries(path)
-        entries[f"{problem.m}/{mode}"] = {"plans": plans, "us": us, "chosen": chosen, "at": now}
-        data = {
-            "schema": SCHEMA,
-            "kind": _KIND,
-            "environment": self._environment,
-            "entries": entries,
-        }
+        entry = {f"{problem.m}/{mode}": {"plans": plans, "us": us, "chosen": chosen, "at": now}}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(data, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(name, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
-                raise
+            with _others_wait(path.parent):
+                self._replace(path, {**self._entries(path), **entry})
             _unwritten.pop(path, None)
         except OSError as error:
-            _unwritten[path] = entries
+            _unwritten[path] = {**self._entries(path), **entry}
             if not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"overlap_torch: measured times are not kept: {error}. OVERLAP_CACHE names another folder.",
                     stacklevel=2,
                 )
+
+    def _replace(self, path: Path, entries: dict[str, Any]) -> None:
+        data = {
+            "schema": SCHEMA,
+            "kind": _KIND,
+            "environment": self._environment,
+            "entries": entries,
+        }
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(data, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
 
     def _entries(self, path: Path) -> dict[str, Any]:
         entries: dict[str, Any] = {}
@@ -167,6 +173,21 @@ class Files:
             ):
                 entries = data["entries"]
         return {**entries, **_unwritten.get(path, {})}
+
+
+def _others_wait(folder: Path) -> contextlib.ExitStack:
+    """Locks the folder until the end of a ``with``. Another job may hold it for some seconds, or the disk know no locks: then it
+    does without."""
+    held = contextlib.ExitStack()
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        held.callback(os.close, handle)
+        for _ in range(_LOOKS):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_LOOK_S)
+    return held
 
 
 def _variant(problem: Problem) -> str:

@@ -353,6 +353,26 @@ def test_tune_keeps_all_m_of_a_weight_in_one_file(failures: Failures, tmp_path: 
     failures.equal(len(list(tmp_path.rglob("*.json"))), 1)
 
 
+def test_tune_jobs_that_write_at_once_lose_nothing(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("OVERLAP_CACHE", str(tmp_path))
+
+    def write(job: int) -> None:
+        files = _tuned_files.Files({})
+        for m in range(job, 64, 8):
+            one = big(m=m + 1)
+            files.write(
+                one, "call", [plan.templates.make_sequential(one, hopper()).encode()], [1.0], 0
+            )
+
+    jobs = [threading.Thread(target=write, args=(job,)) for job in range(8)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    found = _tuned_files.Files({}).read(big())
+    assert sorted(found) == [(m, "call") for m in range(1, 65)]
+
+
 @pytest.mark.parametrize("all_of_them", [False, True])
 @pytest.mark.ranks((2, "gloo"))
 def test_tune_drops_on_all_ranks_what_one_cannot_run(failures: Failures, all_of_them: bool) -> None:
