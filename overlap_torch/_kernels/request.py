@@ -99,7 +99,8 @@ class Request:
             return self._with(self.plan.copy(), chunks or 1)
         pieces = (chunks or _DEFAULT_CHUNKS) if to_all else 1
         us = None
-        if self.kernel_us is not None:
+        # An all-to-all's plan needs no time, and ranks come here each by its own rows: none may wait for the others.
+        if self.kernel_us is not None and not (to_all and callable(self.kernel_us)):
             us = _time_of(self.kernel_us, self.device, self.group)
         prepared = self._with(self._planned(us), pieces)
         stores = prepared.plan.collective == Collective.STRIPES

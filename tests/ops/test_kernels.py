@@ -285,6 +285,19 @@ def test_kernels_jobs_are_kept_up_to_a_bound_and_for_a_group(failures: Failures)
     failures.equal(open_files[-1], open_files[0])
 
 
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_all_to_all_is_made_by_each_rank_alone(failures: Failures) -> None:
+    """Ranks make jobs by their own rows: a function that takes the kernel's time would wait for ranks that have theirs."""
+    timed, rank = [], dist.get_rank()
+    for last in range(3):
+        rows = [1, 1] if rank == 0 else [1, last]
+        given = {"tile": TILE, "kernel_us": lambda: timed.append(1)}
+        overlap_torch.produce(
+            "all_to_all", (sum(rows), 32), torch.float32, send_rows=rows, recv_rows=rows, **given
+        )
+    failures.equal(timed, [])
+
+
 def check_wrong_signals(failures: Failures, kind: str, text: str) -> None:
     """Rank 0 leaves a signal out or gives it twice, and both ranks say so."""
 

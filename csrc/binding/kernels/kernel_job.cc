@@ -214,7 +214,6 @@ TORCH_LIBRARY_FRAGMENT(overlap, m) {
       .def("tile_columns", &KernelJob::tile_columns)
       .def("chunk_tiles", &KernelJob::chunk_tiles)
       .def("reserve", &KernelJob::reserve)
-      .def("current", &KernelJob::current)
       .def("begin", &begin);
 }
 

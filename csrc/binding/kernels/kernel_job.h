@@ -38,8 +38,6 @@ class KernelJob : public torch::CustomClassHolder {
   std::vector<int64_t> chunk_tiles() const;
   // Makes the memory that a planned call over peers needs, on all ranks. Returns false, on all of them, if it cannot be had.
   bool reserve() const;
-  // True if the process group of its name is still the one that it was made for.
-  bool current() const { return group_->registered(); }
 
   const plan::Plan& plan() const { return plan_; }
   const std::shared_ptr<GroupEntry>& group() const { return group_; }
