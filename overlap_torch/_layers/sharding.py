@@ -16,9 +16,15 @@ from overlap_torch._ops.group import place_of
 
 
 def check_linear(linear: object) -> None:
-    """Raises TypeError unless it is a ``torch.nn.Linear``."""
+    """Raises TypeError unless it is a ``torch.nn.Linear``, ValueError unless weight and bias are all that it has."""
     if not isinstance(linear, torch.nn.Linear):
         raise TypeError(f"from_linear takes torch.nn.Linear, but it is a {type(linear).__name__}")
+    if linear._parameters.keys() != {"weight", "bias"}:
+        raise ValueError(
+            f"from_linear copies the parameters weight and bias, but those of the {type(linear).__name__} are "
+            f"{', '.join(name for name, _ in linear.named_parameters())}: convert it before it is parametrized, or after "
+            "torch.nn.utils.parametrize.remove_parametrizations"
+        )
 
 
 def checked_integer(name: str, value: int) -> int:

@@ -187,6 +187,7 @@ def bad_calls() -> list[tuple[Callable[[], object], tuple[str, ...]]]:
     )  # fmt: skip
     ones = torch.ones
     linears = [torch.nn.Linear(size, 4, device="meta") for size in (6, 8)]
+    normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(6, 4))
     one, cut = (column(12, 7, sequence_parallel=cut, device=device) for cut in (False, True))
     several, rows = column(6, (4, 2), device=device), row(12, 7, device=device)
     other_shape = {**several.state_dict(), "weights.1": torch.zeros(5, 7)}
@@ -205,6 +206,8 @@ def bad_calls() -> list[tuple[Callable[[], object], tuple[str, ...]]]:
         (lambda: column(6, (4, 2), (True,)), ("(True,)", "(4, 2)")),
         (lambda: column(6, 4, (True, False)), ("out_features=4",)),
         (lambda: column.from_linear(linears), ("[6, 8]",)),
+        (lambda: column.from_linear(normed), ("parametrizations.weight.original0",)),
+        (lambda: row.from_linear(normed), ("parametrized",)),
         (lambda: row(6, (4, 2)), ("integer",)),
         (lambda: several(ones(3, 5, device=device)), ("(3, 5)",)),
         (lambda: several(ones(3, 6, device=device), 3), ("sequence_parallel",)),
