@@ -96,7 +96,7 @@ def columns_sequence(
     if recipe is not None:
         by = _fp8(place, input, sequence=True, returns=keeps)
         results = maps.column(by, input, weights, biases)
-    elif (records and compiles) or (keeps and (records or compiles)):
+    elif (compiles and (records or keeps)) or (keeps and records and not transforms_are_active()):
         results = maps.gather_linears(group, dim, keeps, input, *weights, *biases)
     elif len(layers) == 1 and not keeps:  # the op of one weight takes the host less
         results = [allgather_gemm(input, weights[0], biases[0], dim=dim, group=group)[0]]
@@ -138,7 +138,9 @@ def row_sequence(
     input = pad_end(pad_end(input, -1, padding), at, -tokens % world_size)
     weight = pad_end(weight, -1, padding)
     by_rows = keeps and recipe is None and bias is not None and bias.requires_grad
-    if by_rows and (input.requires_grad or weight.requires_grad):
+    # torch.func takes the ops, but not the Function that keeps tensors.
+    transformed = not torch.compiler.is_compiling() and transforms_are_active()
+    if by_rows and (input.requires_grad or weight.requires_grad) and not transformed:
         output = maps.scatter_linear(group, dim, *as_under_autocast(input, weight, bias))
     else:
         bias = None if bias is None else SumGradient.apply(bias, group)

@@ -227,6 +227,18 @@ def test_parallel_weights_may_be_placed_otherwise(
         check_parameter_gradients(failures, layer, whole, prepared)
 
 
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_layers_serve_functional_transforms(failures: Failures) -> None:
+    whole, input = integer_linear(6, 4, True), integers(4, 6, seed=3)
+    right = whole.weight.detach().sum(0).expand_as(input)
+    tokens, features = Shard(0), Shard(1)
+    for style, given, wanted in zip(STYLES, (tokens, features), (features, tokens), strict=True):
+        how = style(input_layouts=given, output_layouts=wanted)
+        layer = parallelize_module(copy.deepcopy(whole), mesh(), how)
+        found = torch.func.grad(lambda mine, layer=layer: layer(mine).sum())(cut(input, given))
+        failures.expect(difference(found, cut(right, given)), style.__name__)
+
+
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"))
 def test_parallel_inputs_that_no_layer_takes_are_named(failures: Failures) -> None:
     layers = [
