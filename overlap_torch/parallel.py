@@ -213,11 +213,11 @@ class _OverlapLinear(torch.nn.Linear):
         features = (self.out_features, self.in_features)
         return features if name == "weight" else features[:1]
 
-    def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _local_parameters(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         pairs = (("weight", self.weight), ("bias", self.bias))
         places = self.placements
         own = [in_place(self, name, one, places[name], self.device_mesh) for name, one in pairs]
-        return local_parts(*own)
+        return local_parts(*own, input.requires_grad)
 
     def _output(self, local: torch.Tensor, placement: Placement, size: int) -> torch.Tensor:
         """The layer's output: `local` is this rank's part of an output whose sharded dim has `size` elements."""
@@ -279,9 +279,9 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
             output = self._computed(input)
         return self._output(output, Shard(last), self.out_features)
 
-    def operands(self) -> Operands:
+    def operands(self, input: torch.Tensor) -> Operands:
         """This rank's parameters."""
-        weight, bias = self._local_parameters()
+        weight, bias = self._local_parameters(input)
         return Operands(weight, bias, -(-self.out_features // self.world_size) - weight.shape[0])
 
     def _computed(self, input: torch.Tensor) -> torch.Tensor:
@@ -289,7 +289,7 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
         distributed = isinstance(input, DTensor)
         placement = input.placements[0] if distributed else self.input_layout
         dim = sharded_dim(placement, input.dim())
-        operands = [self.operands()]
+        operands = [self.operands(input)]
         if dim is not None and dim != input.dim() - 1:
             local, tokens = local_rows(input, dim, self.world_size)
             return columns_sequence(local, operands, self.place, tokens, dim, keeps=True)[0]
@@ -319,7 +319,7 @@ class OverlapRowwiseLinear(_OverlapLinear):
             input = self._as_dtensor(input, self.input_layout)
         if isinstance(input, DTensor):
             input = to_local(redistribute(input, (Shard(last),)))
-        weight, bias = self._local_parameters()
+        weight, bias = self._local_parameters(input)
         padding = -(-self.in_features // self.world_size) - weight.shape[1]
         operands = Operands(weight, bias, padding)
         dim = sharded_dim(self.output_layout, input.dim())

@@ -37,9 +37,13 @@ def to_local(tensor: DTensor, grad_placements: Placements | None = None) -> torc
 
 
 def local_parts(
-    weight: torch.Tensor, bias: torch.Tensor | None
+    weight: torch.Tensor, bias: torch.Tensor | None, read: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """This rank's parts of a layer's parameters, as plain tensors. Plain tensors already are parts."""
+    """This rank's parts of a layer's parameters, as plain tensors. Plain tensors already are parts.
+
+    ``read``: backward reads the weight. It then raises if a weight that requires grad was changed in place, as autograd
+    does for a plain one: its parts do not count the changes.
+    """
     if torch.compiler.is_compiling():  # it cannot trace how `_whole` makes DTensors
         traced = [to_local(one) if isinstance(one, DTensor) else one for one in (weight, bias)]
         return traced[0], traced[1]
@@ -51,8 +55,8 @@ def local_parts(
         # torch.func wraps the tensors that it differentiates, and these wrappers are not DTensors. DTensors are constants
         # to it.
         with temporarily_clear_interpreter_stack():
-            return _apply_parts(weight, bias)
-    return _apply_parts(weight, bias)
+            return _apply_parts(weight, bias, read)
+    return _apply_parts(weight, bias, read)
 
 
 def _part(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -69,9 +73,10 @@ class _LocalParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, weight: DTensor, bias: DTensor | None
+        ctx, weight: DTensor, bias: DTensor | None, read: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
+        ctx.read = (weight, weight._version) if read else None
         # New tensors, because autograd writes into the tensors that it gets.
         weight_part = weight._local_tensor.detach()
         if bias is None:
@@ -79,7 +84,7 @@ class _LocalParts(torch.autograd.Function):
             return weight_part, None
         bias_part = bias._local_tensor.detach()
         ctx.specs = weight._spec, bias._spec
-        needs_weight, needs_bias = ctx.needs_input_grad
+        needs_weight, needs_bias, _ = ctx.needs_input_grad
         if not needs_weight:
             ctx.mark_non_differentiable(weight_part)
         elif not needs_bias:
@@ -88,11 +93,17 @@ class _LocalParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        if ctx.read is not None and ctx.read[0]._version != ctx.read[1]:
+            raise RuntimeError(
+                f"a layer's weight {tuple(ctx.read[0].shape)}, which gradients need, has been modified by an inplace operation "
+                "between the layer's forward and backward, as by an optimizer's step: call backward() first"
+            )
         make_whole = _whole_again if torch.is_grad_enabled() else _whole
-        return tuple(
+        weight_grad, bias_grad = (
             grad if grad is None else make_whole(grad, spec)
             for grad, spec in zip(grads, ctx.specs, strict=True)
         )
+        return weight_grad, bias_grad, None
 
 
 # `Function.apply` without its Python code for transforms.

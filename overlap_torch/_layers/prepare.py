@@ -45,7 +45,7 @@ class GatheredReader:
     in_features: int
     fp8: Recipe | None
 
-    def operands(self) -> Operands:
+    def operands(self, input: torch.Tensor) -> Operands:
         """This rank's parameters."""
         raise NotImplementedError
 
@@ -279,7 +279,7 @@ def _gather(
     if torch.compiler.is_compiling() and not isinstance(input, DTensor):
         input = from_local(input, mesh, (layout,))
     local, tokens = local_rows(input, dim, readers[0].world_size)
-    operands = [reader.operands() for reader in readers]
+    operands = [reader.operands(input) for reader in readers]
     *outputs, gathered = columns_sequence(
         local, operands, readers[0].place, tokens, dim, keeps=True
     )

@@ -137,7 +137,7 @@ class _Linear:
             return super().forward(input)
         residual, norm = after
         note_call(self, input)
-        weight, _ = self._local_parameters()
+        weight, _ = self._local_parameters(input)
         normed, total = gemm_allreduce_rmsnorm(
             input,
             weight,

@@ -155,7 +155,7 @@ class ColumnParallelLinear(ParallelLinear):
                 for pair, size in zip(pairs, features, strict=True)
             ]
         else:
-            operands = [self._operands(i, *pair) for i, pair in enumerate(pairs)]
+            operands = [self._operands(input, i, *pair) for i, pair in enumerate(pairs)]
             if self.sequence_parallel:
                 outputs = columns_sequence(input, operands, self._place, tokens)
             else:

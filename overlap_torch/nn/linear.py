@@ -122,10 +122,13 @@ class ParallelLinear(CutParameters):
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         return weight, bias
 
-    def _operands(self, i: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Operands:
+    def _operands(
+        self, input: torch.Tensor, i: int, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Operands:
         """This rank's parts of the i-th pair as plain tensors, with gradients to the parameters."""
         of_weight, of_bias = self._names[i]
-        own = local_parts(self._in_place(of_weight, weight), self._in_place(of_bias, bias))
+        weight, bias = self._in_place(of_weight, weight), self._in_place(of_bias, bias)
+        own = local_parts(weight, bias, input.requires_grad)
         return Operands(*own, self._paddings[i])
 
     def _in_place(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor | None:

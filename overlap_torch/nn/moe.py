@@ -214,8 +214,10 @@ class MoE(torch.nn.Module):
             )
         if self.router is not None:
             topk_ids, topk_weights = self.router(x)
-        gate_up, gate_up_bias = local_parts(self.gate_up, self.gate_up_bias)
-        down, down_bias = local_parts(self.down, self.down_bias)
+        read = x.requires_grad or self.save == "nothing"
+        gate_up, gate_up_bias = local_parts(self.gate_up, self.gate_up_bias, read)
+        read = read or self.gate_up.requires_grad or topk_weights.requires_grad
+        down, down_bias = local_parts(self.down, self.down_bias, read)
         scale_gate_up, scale_down = local_parts(self.scale_gate_up, self.scale_down)
         output = moe(
             x,

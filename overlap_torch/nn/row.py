@@ -114,7 +114,7 @@ class RowParallelLinear(ParallelLinear):
         if is_foreign(self._parameters.get("weight")):
             return self._of_foreign(input, *pair, False, self.out_features)
         mapped = row_sequence if self.sequence_parallel else row
-        return mapped(input, self._operands(0, *pair), self._place)
+        return mapped(input, self._operands(input, 0, *pair), self._place)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, input_is_parallel={self.input_is_parallel}"

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
@@ -23,7 +24,8 @@ from overlap_torch._layers.dtensor import wrap
 from overlap_torch._layers.meshes import group_mesh
 from overlap_torch._layers.placements import local_parts
 from overlap_torch._ops import Group
-from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, full_state_dict
+from overlap_torch.nn import ColumnParallelLinear, MoE, RowParallelLinear, full_state_dict
+from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
 from parallel_layers import Form, all_outputs, every_kind, integer_linears
 
 
@@ -152,6 +154,35 @@ def test_nn_layers_take_a_gradient_scaler(failures: Failures) -> None:
         same = torch.equal(layer.weight.detach().to_local(), before)
         empty = before.numel() == 0
         failures.expect(None if empty or same != applied else f"kept: {same}", factor)
+
+
+def first_two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A router to two experts."""
+    ids = torch.arange(2, device=x.device).expand(len(x), 2)
+    return ids, torch.ones_like(ids, dtype=x.dtype)
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_nn_weights_that_change_before_backward_are_refused(failures: Failures) -> None:
+    """As autograd refuses plain ones; a weight that backward does not read may change."""
+    device = rank_device()
+    for layer, name, is_always_read in (
+        (ColumnParallelLinear(6, 4, device=device), "weight", False),
+        (RowParallelLinear(12, 4, device=device), "weight", False),
+        (parallelize_module(integer_linear(6, 4, True), mesh(), OverlapColwiseParallel()), "weight", False),
+        (parallelize_module(integer_linear(12, 4, True), mesh(), OverlapRowwiseParallel()), "weight", False),
+        (MoE(6, 4, 4, router=first_two, device=device), "gate_up", False),
+        (MoE(6, 4, 4, router=first_two, device=device), "down", True),
+        (MoE(6, 4, 4, router=first_two, save="nothing", device=device), "gate_up", True),
+    ):  # fmt: skip
+        for needed in (False, True):
+            output = layer(integers(4, 6, seed=3).requires_grad_(needed))
+            with torch.no_grad():
+                getattr(layer, name).mul_(2)
+            if needed or is_always_read:
+                failures.raises("modified by an inplace operation", output.sum().backward)
+            else:
+                output.sum().backward()
 
 
 @pytest.mark.parametrize(("width", "hidden"), [(6, 8), (6, 7)])
