@@ -10,38 +10,68 @@ import torch.distributed as dist
 
 pytest.importorskip("diffusers")
 
-from diffusers import ContextParallelConfig, FluxTransformer2DModel, WanTransformer3DModel
+import diffusers
+from diffusers import ContextParallelConfig
 from diffusers.hooks import tensor_parallel
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from checks import Failures
 from overlap_torch.integrations import diffusers as integration
 from overlap_torch.parallel import OverlapColwiseLinear, OverlapRowwiseLinear
 
-FLUX = {
-    "patch_size": 1,
-    "in_channels": 4,
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "attention_head_dim": 16,
-    "num_attention_heads": 4,
-    "joint_attention_dim": 32,
-    "pooled_projection_dim": 32,
-    "axes_dims_rope": [4, 4, 8],
+HEADS = {"attention_head_dim": 16, "num_attention_heads": 4}
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).double()
+
+
+IMAGE = {
+    "hidden_states": draw(1, 16, 4),
+    "encoder_hidden_states": draw(1, 8, 32),
+    "timestep": torch.tensor([1.0], dtype=torch.float64),
 }
-WAN = {
-    "num_attention_heads": 4,
-    "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 16,
-    "freq_dim": 32,
-    "ffn_dim": 32,
-    "num_layers": 1,
-    "rope_max_seq_len": 32,
+JOINT = HEADS | {"patch_size": 1, "in_channels": 4, "num_layers": 1, "joint_attention_dim": 32}
+# Each model's class, its configuration, and its inputs.
+MODELS = {
+    "flux": (
+        diffusers.FluxTransformer2DModel,
+        JOINT | {"num_single_layers": 1, "pooled_projection_dim": 32, "axes_dims_rope": [4, 4, 8]},
+        IMAGE | {"pooled_projections": draw(1, 32), "img_ids": draw(16, 3), "txt_ids": draw(8, 3)},
+    ),
+    "flux 2": (
+        diffusers.Flux2Transformer2DModel,
+        JOINT
+        | {"num_single_layers": 1, "timestep_guidance_channels": 32, "axes_dims_rope": [4] * 4},
+        IMAGE | {"guidance": draw(1), "img_ids": draw(1, 16, 4), "txt_ids": draw(1, 8, 4)},
+    ),
+    "qwen-image": (
+        diffusers.QwenImageTransformer2DModel,
+        JOINT | {"axes_dims_rope": (4, 4, 8), "out_channels": 4},
+        IMAGE | {"img_shapes": [(1, 4, 4)]},
+    ),
+    "wan": (
+        diffusers.WanTransformer3DModel,
+        HEADS
+        | {
+            "in_channels": 4,
+            "out_channels": 4,
+            "text_dim": 16,
+            "freq_dim": 32,
+            "ffn_dim": 32,
+            "num_layers": 1,
+            "rope_max_seq_len": 32,
+        },
+        {
+            "hidden_states": draw(1, 4, 2, 8, 8),
+            "encoder_hidden_states": draw(1, 6, 16),
+            "timestep": IMAGE["timestep"],
+        },
+    ),
 }
 
 
@@ -147,7 +177,8 @@ def test_diffusers_own_attention_runs_for_the_rest(failures: Failures) -> None:
     failures.equal(undone.__module__, "diffusers.models.attention_dispatch")
 
 
-def drawn(kind: type, config: dict) -> torch.nn.Module:
+def drawn(name: str) -> torch.nn.Module:
+    kind, config, _ = MODELS[name]
     model = kind(**config).double()
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
@@ -155,81 +186,73 @@ def drawn(kind: type, config: dict) -> torch.nn.Module:
     return model
 
 
-def inputs_of(kind: type) -> dict[str, torch.Tensor]:
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).double()
-
-    timestep = torch.tensor([1.0], dtype=torch.float64)
-    if kind is WanTransformer3DModel:
-        video = {"hidden_states": draw(1, 4, 2, 8, 8), "encoder_hidden_states": draw(1, 6, 16)}
-        return video | {"timestep": timestep}
-    return {
-        "hidden_states": draw(1, 16, 4),
-        "encoder_hidden_states": draw(1, 8, 32),
-        "pooled_projections": draw(1, 32),
-        "timestep": timestep,
-        "img_ids": draw(16, 3),
-        "txt_ids": draw(8, 3),
-    }
-
-
-def run(model: torch.nn.Module) -> torch.Tensor:
-    return model(**inputs_of(type(model)), return_dict=False)[0]
+def run(name: str, model: torch.nn.Module) -> torch.Tensor:
+    return model(**MODELS[name][2], return_dict=False)[0]
 
 
 @pytest.mark.ranks((2, "gloo"))
-@pytest.mark.parametrize(
-    "kind, config", [(FluxTransformer2DModel, FLUX), (WanTransformer3DModel, WAN)]
-)
-def test_diffusers_models_of_a_cut_sequence(failures: Failures, kind: type, config: dict) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_diffusers_models_of_a_cut_sequence(failures: Failures, name: str) -> None:
     """Output and gradients, which add up over the ranks; compiled blocks are one graph each."""
-    whole, model = (drawn(kind, config) for _ in range(2))
-    right = run(whole)
+    whole, model = drawn(name), drawn(name)
+    right = run(name, whole)
     right.square().sum().backward()
     with integration.enable() as handle:
         with on_cpu():
             model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
-        found = run(model)
+        found = run(name, model)
         found.square().sum().backward()
         failures.equal(set(handle.calls), {""})
         model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
         with torch.no_grad():
-            failures.near(run(model), right, "compiled", rtol=1e-9, atol=1e-9)
-    failures.near(found, right, "output", rtol=1e-9, atol=1e-9)
-    bound = 1e-6 if kind is WanTransformer3DModel else 1e-12  # Wan's norms compute in float32
-    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+            failures.near(run(name, model), right, "compiled", rtol=1e-6, atol=1e-6)
+    failures.near(found, right, "output", rtol=1e-6, atol=1e-6)
+    bound = 1e-12 if name == "flux" else 1e-6  # others compute in float32 somewhere
+    for (where, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        if other.grad is None:
+            failures.equal(one.grad, None, where)
+            continue
         dist.all_reduce(one.grad)
         error = (one.grad - other.grad).norm() / other.grad.norm().clamp(min=1e-3)
-        failures.expect(None if error < bound else f"off by {error}", name)
+        failures.expect(None if error < bound else f"off by {error}", where)
 
 
 @pytest.mark.ranks((2, "gloo"))
 @pytest.mark.parametrize("loaded", [False, True], ids=["parallelized", "loaded"])
-def test_diffusers_tensor_parallel_layers(failures: Failures, loaded: bool, tmp_path) -> None:
-    """Flux's layers, packed ones among them, parallelized in memory or as they are read."""
-    whole = drawn(FluxTransformer2DModel, FLUX)
-    right = run(whole)
-    right.square().sum().backward()
-    folder = tmp_path / str(dist.get_rank())
-    with on_cpu(), integration.enable():
+@pytest.mark.parametrize("name", ["flux", "flux 2"])
+def test_diffusers_tensor_parallel_layers(
+    failures: Failures, name: str, loaded: bool, tmp_path
+) -> None:
+    """Layers, packed ones among them, parallelized in memory or as they are read: gradients are those of diffusers' layers."""
+    whole, folder = drawn(name), tmp_path / str(dist.get_rank())
+    whole.save_pretrained(folder)
+
+    def parallelized() -> torch.nn.Module:
         if loaded:
-            whole.save_pretrained(folder)
             tp = ParallelConfig(tensor_parallel_config=TensorParallelConfig(tp_degree=2))
-            model = FluxTransformer2DModel.from_pretrained(
-                folder, parallel_config=tp, torch_dtype=torch.float64
-            )
-        else:
-            model = drawn(FluxTransformer2DModel, FLUX)
-            model.enable_parallelism(config=TensorParallelConfig(tp_degree=2))
-    block = model.single_transformer_blocks[0]
-    failures.equal(isinstance(block.attn.to_q, OverlapColwiseLinear), True, "to_q")
-    failures.equal(isinstance(block.proj_out, OverlapRowwiseLinear), True, "proj_out, packed")
-    found = run(model.requires_grad_())  # diffusers loads replicated parameters without
-    found.square().sum().backward()
-    failures.near(found, right, "output", rtol=1e-9, atol=1e-9)
-    found, right = block, whole.single_transformer_blocks[0]
-    for name, grad, other in (
-        ("the norm's", found.norm.linear.weight.grad, right.norm.linear.weight.grad),
-        ("to_q's", found.attn.to_q.weight.grad.full_tensor(), right.attn.to_q.weight.grad),
-    ):
-        failures.near(grad, other, name, "gradient", rtol=1e-9, atol=1e-9)
+            how = {"parallel_config": tp, "torch_dtype": torch.float64}
+            return type(whole).from_pretrained(folder, **how).requires_grad_()
+        model = drawn(name)
+        model.enable_parallelism(config=TensorParallelConfig(tp_degree=2))
+        return model
+
+    with on_cpu():
+        theirs = parallelized()
+        with integration.enable():
+            model = parallelized()
+    ours = [type(one) for one in model.modules()].count
+    kinds = (ours(OverlapColwiseLinear), ours(OverlapRowwiseLinear))
+    failures.equal(kinds, {"flux": (12, 5), "flux 2": (9, 5)}[name], "layers")
+    for each in (theirs, model):
+        output = run(name, each)
+        failures.near(output, run(name, whole), "output", rtol=1e-6, atol=1e-6)
+        output.square().sum().backward()
+    for (where, one), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        if one.grad is None:
+            failures.equal(other.grad, None, where)
+            continue
+        pair = [
+            each.grad.to_local() if isinstance(each.grad, DTensor) else each.grad
+            for each in (one, other)
+        ]
+        failures.near(*pair, where, rtol=1e-6, atol=1e-6)
