@@ -7,10 +7,13 @@
 #include <cstdlib>
 #include <functional>
 #include <iostream>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <thread>
 
 #include "record.h"
+#include "runtime/call_history.h"
 #include "runtime/error.h"
 #include "runtime/group.h"
 
@@ -238,6 +241,93 @@ void check_ways_to_peers() {
   expect(record().violations.empty(), "windows end before their communicator");
 }
 
+// Ranks that share a store, and what each has called.
+class Ranks {
+ public:
+  explicit Ranks(int ranks) {
+    runtime::Bootstrap store;
+    store.set = [this](const std::string& key, const std::vector<uint8_t>& value) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      values_[key] = value;
+    };
+    store.get = [this](const std::string& key) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      return values_.at(key);
+    };
+    store.has = [this](const std::string& key) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      return values_.count(key) > 0;
+    };
+    for (int rank = 0; rank < ranks; ++rank) {
+      histories.push_back(std::make_unique<runtime::CallHistory>("ranks", rank, ranks, store));
+    }
+  }
+
+  // Calls [first, last] of a rank, each with its number as M, but for one.
+  void call(int rank, int64_t first, int64_t last, int64_t other = 0) {
+    for (int64_t number = first; number <= last; ++number) {
+      overlap::plan::Problem problem;
+      problem.m = number == other ? 999'999 : number;
+      problem.n = problem.k = 64;
+      problem.world_size = 2;
+      histories[static_cast<size_t>(rank)]->add(problem);
+    }
+  }
+
+  // All ranks say this soon.
+  void expect_said(const std::string& part) {
+    for (const auto& history : histories) {
+      expect_soon(
+          [&] {
+            for (const auto& one : histories) (void)one->look(true);
+            const auto said = history->look(true);
+            return said && said->find(part) != std::string::npos;
+          },
+          "'" + part + "' is said on every rank");
+    }
+  }
+
+  std::vector<std::unique_ptr<runtime::CallHistory>> histories;
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::vector<uint8_t>> values_;
+};
+
+// Ranks whose calls differ are found by the hashes that rank 0 compares, and the first call that differs is named. Threads
+// that ask a store live on, and so do the stores.
+void check_histories() {
+  Ranks& together = *new Ranks(3);
+  for (int rank = 0; rank < 3; ++rank) together.call(rank, 1, 700, rank == 2 ? 301 : 0);
+  together.expect_said("in call 301 rank 0 called gemm_allreduce");
+  together.expect_said(", rank 2 called gemm_allreduce m=999999");
+  const std::string peers = together.histories[1]->describe_peers();
+  expect(peers == "rank 0 700, rank 2 700", "a rank knows the others' numbers of calls: " + peers);
+
+  // Rank 1 is ahead. Its first number is compared once rank 0 gets there, though rank 1 has published another since.
+  Ranks& apart = *new Ranks(2);
+  apart.call(1, 1, 40, 33);
+  apart.histories[1]->publish();
+  for (int64_t number = 20; number <= 21;
+       ++number) {  // rank 0 has ended its first look when it publishes again
+    apart.call(0, number == 20 ? 1 : number, number);
+    expect_soon(
+        [&] {
+          (void)apart.histories[0]->look(true);
+          return apart.histories[1]->describe_peers() == "rank 0 " + std::to_string(number);
+        },
+        "a rank's calls are published");
+  }
+  apart.call(1, 41, 600);
+  apart.histories[1]->publish();
+  apart.call(0, 22, 50);
+  apart.expect_said("in call 33 rank 0 called");
+
+  // A rank that leaves a call says so to all, and what it says is what they find.
+  apart.histories[1]->abandon("rank 1 left");
+  expect(apart.histories[0]->abandoned() == "rank 1 left", "a rank hears of another that left");
+}
+
 // The device fails at each point of a group's set-up.
 void check_failed_set_up() {
   bool fails = true;
@@ -263,6 +353,7 @@ std::vector<std::string> failed_checks() {
   check_record();
   check_ways_to_peers();
   check_failed_set_up();
+  check_histories();
   check_groups();
   return failures;
 }
