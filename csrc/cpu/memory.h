@@ -69,7 +69,7 @@ class Memory {
     const int64_t row_bytes = std::max<int64_t>(1, columns * call_.input.element_size());
     return call_.input.narrow(0, where.offset / row_bytes, rows);
   }
-  // Rows that are so many bytes apart.
+  // Rows at this distance in bytes.
   at::Tensor spaced(const steps::Where& where, int64_t rows, int64_t row_bytes,
                     int64_t stride) const {
     const at::Tensor& all = tensor(where);

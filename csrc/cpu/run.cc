@@ -38,7 +38,7 @@ struct Begun {
   }
 };
 
-// gloo writes messages to the socket in the thread that sends: from so many bytes on another one than the GEMMs'.
+// gloo writes messages to the socket in the thread that sends: from this number of bytes on, another thread than the GEMMs' sends.
 constexpr int64_t kLongMessage = int64_t{512} << 10;
 
 // Messages so far, with a rank.

@@ -1,7 +1,7 @@
 // The names that PyTorch 2.11 to 2.15 spell differently; overlap_torch/_torch_versions.py is the Python half.
 //
 // 2.14 has other names for collectives on single tensors, and deprecates those of 2.11. A group that is a Python class has
-// no backends, and C++ reaches its methods of lists alone, as PyTorch's functional collectives do.
+// no backends, and C++ reaches only its methods of lists, as PyTorch's functional collectives do.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

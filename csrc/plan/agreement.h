@@ -28,8 +28,8 @@ Serial serial_by(const char* launch_blocking, const std::string& maps, const std
 
 const char* name(Serial serial);
 
-// The ways by which ranks may map each other's memory: CUDA IPC, and NCCL's symmetric windows where IPC is refused; or one
-// of the two alone.
+// The ways by which ranks may map each other's memory: CUDA IPC, and NCCL's symmetric windows where IPC is refused; or only
+// one of the two.
 enum class PeerSource : int32_t { kAny = 0, kIpc, kNccl };
 
 // "ipc" or "nccl", as OVERLAP_PEER_MEMORY says it; "" for both.

@@ -29,7 +29,7 @@ struct GatherLaunch {
   int32_t tiles() const { return end_tile - first_tile; }
 };
 
-// One launch for each count of `arriving`, after which so many more tiles can be computed (whole
+// One launch for each count of `arriving`, after which that number of tiles more can be computed (whole
 // clusters). `beside`, `alone`: CTAs of a launch beside communication, and of the last one.
 std::vector<GatherLaunch> gather_launches(const std::vector<int32_t>& arriving, int32_t cluster_m,
                                           int32_t beside, int32_t alone);
@@ -40,10 +40,10 @@ std::vector<GatherLaunch> gather_launches(const std::vector<int32_t>& arriving, 
 bool gathers_in_one_launch(const Plan& plan);
 
 // Tiles that can be computed at once, of this rank's rows, and after each chunk, of the other ranks', for
-// a weight of so many tile columns.
+// a weight of this number of tile columns.
 std::vector<int32_t> gather_arrivals(const Plan& plan, int32_t tile_columns);
 
-// The order of them all, for a weight of so many columns; the chunks are those arrivals. See
+// The order of them all, for a weight of this number of columns; the chunks are those arrivals. See
 // RowMap::Mode::kGather.
 TileOrder gather_order(const Plan& plan, int64_t columns);
 

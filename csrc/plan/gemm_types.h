@@ -21,7 +21,7 @@ constexpr bool is_fp8(DType dtype) {
   return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
 }
 
-// K of the whole layer is cut into so many groups for Invariance::kWorld; each is a multiple of the Hopper kernel's step
+// The groups that K of the whole layer is cut into for Invariance::kWorld; each is a multiple of the Hopper kernel's step
 // along K, of 16-bit elements.
 inline constexpr int32_t kWorldGroups = 8;
 inline constexpr int64_t kGroupStep = 64;

@@ -21,7 +21,7 @@ enum class Kernel : int32_t {
 
 enum Ability : uint32_t {
   kAges = 1,           // runs on newer GPUs, but lacks their faster instructions
-  kTakesFp8 = 2,       // scales of tensors or rows, sums by the tensor cores alone, to bfloat16
+  kTakesFp8 = 2,       // scales of tensors or rows, sums only by the tensor cores, to bfloat16
   kCopiesBeside = 4,   // reads whole tiles; idle warps await and copy rows, and end the call
   kStoresToPeers = 8,  // has two teams, which add a source and store into several outputs
   kAddsTerms = 16,     // adds up owners' terms of any ranks in registers, not only a source

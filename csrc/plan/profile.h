@@ -49,7 +49,7 @@ struct Profile {
     double float32_rate;
     double float64_rate;
     // Scaled operands: the library's, with scales of tensors and of rows; the share of it that is left where sums are
-    // fp32 throughout; and the kernels', which have fast accumulation alone.
+    // fp32 throughout; and the kernels', which have only fast accumulation.
     double float8_rate;
     double float8_row_rate;
     double float8_exact_rate;
@@ -70,7 +70,7 @@ struct Profile {
     double weight_gbps;  // at which a GEMM of few rows reads the weight, at most
     double cool_us;      // up to this it is over before the chip is at its power limit, if alone
     int64_t short_k;  // up to this the cooperative kernel's stores weigh: no products beside them
-    // Larger tiles are taken where they make so many rounds, and fill about as many SMs as ping-pong's of 128 x 128.
+    // Larger tiles are taken where they make this number of rounds, and fill about as many SMs as ping-pong's of 128 x 128.
     double large_tile_rounds;
     double large_tile_factor;
   } gemm;
@@ -113,7 +113,7 @@ struct Profile {
     double alone_start_us;
     double alone_rate;
     double slow_pair_rate;  // the same rate between two ranks on a slow link
-    // Bytes of a reduce-scatter or an all-gather alone, of those of an all-reduce in the same time.
+    // Bytes of only a reduce-scatter or an all-gather, of those of an all-reduce in the same time.
     double one_way_rate;
     int64_t default_ctas;  // what NCCL takes without a limit
     int64_t slow_default_ctas;
@@ -143,7 +143,7 @@ struct Profile {
     Call slow_link_exchange;
   } calls;
 
-  // --- on the own device -----------------------------------------------------------------------
+  // --- on the rank's device -----------------------------------------------------------------------
   struct Local {
     // The last chunk's way from the staging buffer to the output. The chunks before it hide beside
     // communication.

@@ -48,7 +48,7 @@ Plan make_at_once(const Problem& problem, Kernel kernel,
 
 // gemm_alltoall: kernel, resources and transport of what is sent. In how many pieces follows, pair by
 // pair, from the rows that the two ranks exchange. Over peers `max_ctas` is that of long messages, which
-// travel by NCCL; resources.one_launch is its way over peers alone.
+// travel by NCCL; resources.one_launch is its way only over peers.
 Plan make_all_to_all(const Problem& problem, Kernel kernel, const Resources& resources,
                      int32_t max_ctas, Transport transport = Transport::kNccl);
 

@@ -135,9 +135,9 @@ struct RowMap {
     kScatter = 1,  // the input's rows are parts, one after the other; the output holds whole tiles,
                    // in tile order
     kGather = 2,   // the output's rows are parts, one after the other. The tile rows of chunk 0 are
-                   // the own part's; those of each chunk after it are the other parts', as many of
-                   // each, in order. The own rows are an input of their own; the others' lie in the
-                   // input chunk by chunk, which has room for all parts in each
+    // this rank's part's; those of each chunk after it are the other parts', as many of
+    // each, in order. This rank's rows are an input of their own; the others' lie in the
+    // input chunk by chunk, which has room for all parts in each
     kSplit =
         3,  // the input's rows are parts, one after the other, the last of which may be shorter; each has
     // an output of its own. Each is taken in a phase, part_tile_rows after part_tile_rows; or in rounds
@@ -148,7 +148,7 @@ struct RowMap {
   int32_t part_rows =
       0;                 // rows of a part: of the input (kScatter, kSplit), of the output (kGather)
   int32_t own_part = 0;  // kGather: this rank's
-  // In memory the rows of a part may be every parts-th block of so many rows, a multiple of the tiles': those of the
+  // In memory the rows of a part may be every parts-th block of this number of rows, a multiple of the tiles': those of the
   // input (kScatter, kSplit), or of the output (kGather). 0: parts lie one after the other.
   int32_t block_rows = 0;
   int32_t part_tile_rows = 0;  // kSplit: tile rows of a part ...
@@ -241,7 +241,7 @@ OVERLAP_HOST_DEVICE constexpr TileRowPlace gathered_row_place(const TileOrder& o
   const int32_t other = (tile_row - first) / height;
   const int32_t row = tile_row - first - other * height;
   const int32_t part = other < map.own_part ? other : other + 1;
-  // In each part the chunk begins at this tile row, and has so many rows: the last chunk may end
+  // In each part the chunk begins at this tile row, and has this number of rows: the last chunk may end
   // before its tiles do.
   const int32_t chunk_row = (first - own_height) / others;
   const int32_t left = map.part_rows - chunk_row * tile_m;

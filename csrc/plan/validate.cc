@@ -70,7 +70,7 @@ void check_cliques(const Plan& plan) {
   if (!hierarchical(plan) && !(has_program(plan) && over_peers(plan))) {
     fail("plan has clique = ", plan.clique, " with the collective ", name(plan.collective),
          ", allowed is 0: take the collective hierarchical, or a program over peer, for hosts of "
-         "so many ranks");
+         "that number of ranks");
   }
   if (plan.clique < 1 || problem.world_size % plan.clique != 0 ||
       plan.clique == problem.world_size) {

@@ -293,8 +293,8 @@ void for_ways(const Profile::Lists& slow, const Profile::Lists& fast, const Mach
   if (all || !slow_link(machine)) each(fast);
 }
 
-// The framework's GEMM of blocks takes fours of rows: else operands are multiplied out first, which must not befall the
-// ranks' parts alone.
+// The framework's GEMM of blocks takes fours of rows: else operands are multiplied out first, which must not happen only
+// to the ranks' parts.
 bool library_takes_parts(const Problem& problem) {
   constexpr int64_t kRows = 4;
   return problem.recipe != Recipe::kBlock || problem.m % kRows != 0 ||

@@ -37,7 +37,7 @@ struct KernelRequest {
   int32_t tile_n = 0;
   double kernel_us = 0.0;  // on all SMs, by itself
   int32_t comm_sms = 0;    // that it leaves to communication
-  // As many of about equal height, or fewer where there are not so many rows of tiles; 0: any.
+  // The number of chunks, of about equal height; fewer where there are fewer rows of tiles; 0: any.
   int32_t chunks = 0;
   bool stripes = true;  // the ranks may have a product whose parts lie in each other's memory
 };

@@ -1,4 +1,4 @@
-// A call whose data travel by copy engines alone, beside kernels that the framework launches on the caller's stream, or by
+// A call whose data travel only by copy engines, beside kernels that the framework launches on the caller's stream, or by
 // kernels on that stream, which push() and its lanes have no part in.
 //
 //   caller | slots free | rows that stay | wait 0 | kernel 0 | ... | wait | results | end

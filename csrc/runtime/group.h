@@ -124,7 +124,7 @@ class Group {
   // none.
   void* staging(int64_t bytes, const std::vector<CommunicatorKey>& keys);
 
-  // The ranks' memory of each other, with slots of so many bytes. Grows collectively, never inside a
+  // The ranks' memory of each other, with slots of this number of bytes. Grows collectively, never inside a
   // capture.
   Peers& peers(int64_t slot_bytes, bool capturing, int64_t stripe_bytes = 0);
   // The same for a plan, of whose clique's ranks they are.
@@ -150,7 +150,7 @@ class Group {
   // This rank has begun a call that it will not finish, and says why: an error here, and soon on all ranks.
   void abandon(const std::string& why);
 
-  // Remembers the op of so many chunks just enqueued on `stream`, for the watchdog.
+  // Remembers the op, of `chunks` chunks, just enqueued on `stream`, for the watchdog.
   void track(cudaStream_t stream, int chunks);
 
   // A graph now holds this group's communicators, or its peers' memory, and its report.

@@ -47,7 +47,7 @@ class Operands {
   // Names, for the framework's profiler, the chunk whose communication is enqueued from here on; -1: none.
   virtual void name_chunk(int32_t chunk) = 0;
 
-  // In a capture: memory for at least so many counters, which the graph owns.
+  // In a capture: memory for at least `count` counters, which the graph owns.
   virtual int32_t* counters(int32_t count) = 0;
 };
 

@@ -1,4 +1,4 @@
-// The peers' addresses of a symmetric window, which NCCL's device interface alone knows.
+// The peers' addresses of a symmetric window, which only NCCL's device interface knows.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -21,7 +21,7 @@ def prove(
     programs: int,
     in_order: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order of the kernel's tile numbers, and the chunk of each, as tables for the launch of so many programs.
+    """The order of the kernel's tile numbers, and the chunk of each, as tables for a launch of this number of programs.
 
     ``probe`` stores each tile's number + 1 into its first argument, and takes the probe's parameters after it. ``in_order``:
     programs keep their tiles.

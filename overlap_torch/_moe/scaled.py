@@ -24,7 +24,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def _scales(width: int, by_blocks: bool) -> int:
-    """The scales of a packed row of so many numbers."""
+    """The scales of a packed row of `width` numbers."""
     return -(-width // BLOCK) if by_blocks else 1
 
 

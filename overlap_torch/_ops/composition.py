@@ -104,7 +104,7 @@ def finish(
 
 
 def quantized(numbers: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [..., N] to float8_e4m3fn, and the scale of each block of so many columns, float32 [..., blocks]."""
+    """float32 [..., N] to float8_e4m3fn, and the scale of each block of these columns, float32 [..., blocks]."""
     columns = numbers.shape[-1]
     if columns == 0:  # one scale all the same, where a row is a block
         return _to_fp8(numbers), numbers.new_full(

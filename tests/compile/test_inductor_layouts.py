@@ -33,7 +33,7 @@ def chains(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[str, tuple[int,
 
 
 def _views(elements: int) -> list[tuple[int, ...]]:
-    """Shapes of so many elements, of up to three dims."""
+    """Shapes of `elements` elements, of up to three dims."""
     divisors = [n for n in range(1, elements + 1) if elements % n == 0]
     pairs = [(n, elements // n) for n in divisors]
     triples = [(n, m, rest // m) for n, rest in pairs for m in divisors if rest % m == 0]

@@ -61,7 +61,7 @@ class OwnKernel:
 
 
 def vllms_names(tensor_ranks: int) -> dict[str, Any]:
-    """vLLM's classes and the names beside them, of a process among data parallel groups of so many ranks."""
+    """vLLM's classes and the names beside them, of a process among data parallel groups of `ranks` ranks."""
     place = divmod(dist.get_rank(), tensor_ranks)
     compiled = SimpleNamespace(enabled_custom_ops=set(), disabled_custom_ops=set())
     compiled.custom_ops = ["all"]

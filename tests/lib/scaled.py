@@ -106,7 +106,7 @@ def dequantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def cast(
     numbers: torch.Tensor, block: tuple[int, int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """To float8_e4m3fn, with a scale for each block of so many rows and columns, or for each row."""
+    """To float8_e4m3fn, with a scale for each block of these rows and columns, or for each row."""
     (rows, columns), (height, width) = numbers.shape[-2:], block or (1, numbers.shape[-1])
     whole = functional.pad(numbers.float().abs(), (0, -columns % width, 0, -rows % height))
     largest = whole.unflatten(-1, (-1, width)).amax(-1).unflatten(-2, (-1, height)).amax(-2)

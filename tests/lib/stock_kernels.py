@@ -38,7 +38,7 @@ def store_tile(c_ptr, sums, row, column, M, N, BM: tl.constexpr, BN: tl.constexp
 
 @triton.jit
 def grouped_place(index, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """A tile of groups of so many rows, each group column by column."""
+    """A tile of groups of this number of rows, each group column by column."""
     columns = tl.cdiv(N, BN)
     first = index // (GROUP * columns) * GROUP
     height = min(tl.cdiv(M, BM) - first, GROUP)

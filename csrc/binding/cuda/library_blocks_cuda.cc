@@ -173,7 +173,7 @@ bool batch_with_bias(const at::Tensor& input, const at::Tensor& weight, const at
   return true;
 }
 
-// The part of the GPU that computes, on average, while so many tiles of the library's usual size run in waves.
+// The part of the GPU that computes, on average, while this number of tiles of the library's usual size runs in waves.
 double used_part(int64_t tiles) {
   const double sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   return static_cast<double>(tiles) / (std::ceil(static_cast<double>(tiles) / sms) * sms);

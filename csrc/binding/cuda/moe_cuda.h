@@ -32,8 +32,8 @@ struct Routes {
 // Ids are contiguous. `tokens`: whether slots and sent are wanted.
 Routes find_routes(const at::Tensor& ids, at::IntArrayRef experts, bool tokens);
 
-// The experts' product of contiguous rows [R, K] and weights [e, N, K], contiguous along K or N, but for its output; in a build for
-// Hopper. Packed rows have fp8 weights [e, N, K], with float32 scales of their rows, [e, N], or of blocks (GroupedGemmParams).
+// The experts' product of contiguous rows [R, K] and weights [e, N, K], contiguous along K or N, still without an output; in a build
+// for Hopper. Packed rows have fp8 weights [e, N, K], with float32 scales of their rows, [e, N], or of blocks (GroupedGemmParams).
 kernels::GroupedGemmParams grouped_params(const at::Tensor& rows, const at::Tensor& weight,
                                           const at::Tensor& offs,
                                           const std::optional<at::Tensor>& scale = {});

@@ -39,7 +39,7 @@ Tensor sum_here(const Exchange& exchange, const CopyCall& call, const Tensor& ro
   return own;
 }
 
-// The call that takes results home; a slot has so many `places` for those of a rank's tokens.
+// The call that takes results home; a slot has `places` for the results of a rank's tokens.
 CopyCall begin_combine(Exchange& exchange, const Tensor& rows, int64_t places, bool ranks_first) {
   return exchange.begin(places * row_bytes(rows),
                         {kCombine, places, rows.size(1), rows.element_size(), ranks_first});

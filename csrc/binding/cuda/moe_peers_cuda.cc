@@ -125,7 +125,7 @@ class Dispatch {
     found_.counts = empty_longs(ids, own);
   }
 
-  // The bytes of a slot for so many tokens of a rank, for this call and the way home.
+  // The bytes of a slot for this number of a rank's tokens, for this call and the way home.
   int64_t bytes(int64_t tokens) const {
     const int64_t home_rows = ranks_first_ ? exchange_.ranks() : ids_.size(1);
     return std::max(places(tokens).end, tokens * home_rows * home_bytes_);
@@ -173,7 +173,7 @@ class Dispatch {
   }
 
  private:
-  // The most tokens of a rank that so many bytes take.
+  // The most tokens of a rank for which this number of bytes is enough.
   int64_t most_tokens(int64_t room) const {
     int64_t fits = 0;
     for (int64_t step = int64_t{1} << 32; step > 0; step /= 2) {

@@ -18,7 +18,7 @@ bool shapes_fit(const Scales& scales, int64_t m, int64_t n, int64_t k, int arch)
     return false;
   }
   if (scales.recipe != Recipe::kBlock) return true;
-  // cuBLAS, on Hopper alone; it reads scales in whole 16-byte accesses, and those of the weight in rows of four.
+  // cuBLAS, only on Hopper; it reads scales in whole 16-byte accesses, and those of the weight in rows of four.
   return CUDART_VERSION >= 12090 && arch == 90 && m % 4 == 0 && n % 128 == 0 && k % 512 == 0;
 }
 

@@ -1,5 +1,5 @@
 // The collectives of gradients and layers: functional ones, which a compiler sees. None records a gradient, except `collective`.
-// overlap_torch/_ops/collectives.py has those that layers alone call.
+// overlap_torch/_ops/collectives.py has those that only layers call.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -23,7 +23,7 @@ namespace overlap::binding {
 // and its K may be 0.
 struct OpCall {
   at::Tensor input;                               // [rows on this rank, K]
-  std::vector<at::Tensor> weights;                // [N_i, K]; several for allgather_gemm alone
+  std::vector<at::Tensor> weights;                // [N_i, K]; several only for allgather_gemm
   std::vector<std::optional<at::Tensor>> biases;  // [N_i], as many as weights
   std::shared_ptr<GroupEntry> group;
   plan::Problem problem;
@@ -32,8 +32,8 @@ struct OpCall {
   std::vector<int64_t> recv_rows;
   std::string
       dims;  // for messages: gemm_alltoall's dims between the first and the last, and `blocks`
-  std::optional<Scales> scales;  // of fp8 operands, which alone have them
-  // The dims before the one that is cut between the ranks have so many elements. Rows of the whole are blocks
+  std::optional<Scales> scales;  // of fp8 operands; others have none
+  // The number of elements of the dims before the one that is cut between the ranks. Rows of the whole are blocks
   // [blocks, ranks, rows of a rank, columns], which are the plan's parts [ranks, blocks, ...] in another order.
   int64_t blocks = 1;
   // An all-reduce on CUDA has it whose rows get a residual and a norm. The rows of a sum that is named there have them; else
@@ -101,7 +101,7 @@ at::Tensor gemm_alltoall_cuda(const OpCall& call);  // [sum of recv_rows, N]
 plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>& group, at::Device device);
 
 #if defined(OVERLAP_WITH_CUDA)
-// The GEMM of an all-reduce plan alone, counters on; returns its row-major or packed buffer, flat. Scales: of fp8, by
+// Only the GEMM of an all-reduce plan, counters on; returns its row-major or packed buffer, flat. Scales: of fp8, by
 // recipe and accumulation of the plan's problem.
 at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef plan,
                       const std::optional<at::Tensor>& scale_input,

@@ -295,7 +295,7 @@ TORCH_LIBRARY(overlap, m) {
   const auto def = [&](const std::string& schema) {
     m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
   };
-  // Scales are of fp8 operands, which alone have the keywords of `how`. Recipes are numbered as torch.nn.functional.ScalingType,
+  // Scales are of fp8 operands; only these have the keywords of `how`. Recipes are numbered as torch.nn.functional.ScalingType,
   // and dtypes as c10::ScalarType: AOTInductor takes no ScalarType of a custom op. Lists of optional scales it would not take.
   const std::string operands =
       "Tensor? bias=None, Tensor? scale_input=None, Tensor? scale_weight=None, *, ";

@@ -65,7 +65,7 @@ Scales check_scales(const char* op, const at::Tensor& input, const std::vector<a
                     const GivenScales& given);
 
 // input @ weight.T of scaled operands, plus bias, in the output's type. Sums are taken in float32, and the bias is added
-// before they are rounded. The input's scales may also be [parts, 1], one for each of so many equal parts of
+// before they are rounded. The input's scales may also be [parts, 1], one for each of equal parts of
 // its rows (gathered ones).
 at::Tensor scaled_product(const Scales& scales, size_t weight_number, const at::Tensor& input,
                           const at::Tensor& input_scales, const at::Tensor& weight,

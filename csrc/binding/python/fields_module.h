@@ -85,7 +85,7 @@ std::string class_doc() {
   return doc;
 }
 
-// All that follows from a struct's fields alone but its constructor. Items of sequences are frozen.
+// All that follows from a struct's fields, except its constructor. Items of sequences are frozen.
 template <typename Item, bool kFrozen = false>
 py::class_<Item> bind_fields(py::module_& m) {
   py::class_<Item> bound(m, plan::Fields<Item>::kName, class_doc<Item>().c_str());

@@ -50,8 +50,9 @@ void bind_orders(py::module_& m) {
         return rows;
       },
       py::arg("plan"), py::arg("columns"), py::arg("rank"),
-      "(arrival, column, whether of the own input, input row, output part, tile row in it) of each "
-      "tile of a weight of so many columns, in the order of the rank's GEMM.");
+      "(arrival, column, whether of the rank's own input, input row, output part, tile row in it) "
+      "of each "
+      "tile of a weight with these columns, in the order of the rank's GEMM.");
   m.def(
       "ring_tiles",
       [](int32_t parts, int32_t part_tile_rows, int32_t tiles_n, int32_t round_rows) {
@@ -152,7 +153,7 @@ void bind_planner(py::module_& m) {
       },
       py::arg("plan"), py::arg("machine"),
       "(share, us): the planner takes the plan only where it is expected to need less than this "
-      "share of the sequence's time less so many microseconds.");
+      "share of the sequence's time, less these microseconds.");
   m.def("make_sequential", &plan::make_sequential, py::arg("problem"), py::arg("machine"),
         "The sequence: one GEMM, and one collective before or after it.");
   m.def("make_at_once", &plan::make_at_once, py::arg("problem"), py::arg("kernel"),

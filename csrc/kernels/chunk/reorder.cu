@@ -28,7 +28,7 @@ struct MoveParams {
   int64_t m;  // rows of the row-major matrix
   int64_t n;  // its columns
   int64_t
-      tile_m;  // rows and columns of one tile; of row-major rows alone the matrix is the only tile
+      tile_m;  // rows and columns of one tile; if all rows are row-major, the matrix is the only tile
   int64_t tile_n;
   int32_t first_tile;  // index of the chunk's first tile
   // A tile is cut into blocks of kRows * (kThreads >> lanes_log2) rows and (1 << lanes_log2)

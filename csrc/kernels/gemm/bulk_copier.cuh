@@ -20,7 +20,7 @@ template <class Route>
 class BulkCopier {
  public:
   using Piece = typename Route::Piece;
-  // So many pieces are on their way at a time, of those so many into shared memory, the others out of it.
+  // Pieces under way at a time, and those of them that come into shared memory; the others leave it.
   static constexpr int kPieces = Route::kPieces;
   static constexpr int kLoads = Route::kLoads;
 

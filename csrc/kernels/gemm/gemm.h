@@ -23,7 +23,7 @@ struct GemmScales {
   // One number after the other, each for `rows_per_scale` rows; with rows of mode kGather of all parts' rows, in order.
   const float* input = nullptr;
   int32_t rows_per_scale = 1;
-  const float* weight = nullptr;  // of its rows, so many floats apart
+  const float* weight = nullptr;  // of its rows, at a distance of weight_stride floats
   int64_t weight_stride = 0;      // 0: one number
 };
 
@@ -32,7 +32,7 @@ struct GemmScales {
 struct GemmGroups {
   int32_t count =
       0;  // 1, 2, 4 or 8; 0: K in one sum, which is not rounded before a source is added
-  void* memory = nullptr;  // group_sums_bytes(ctas, count), of this launch alone
+  void* memory = nullptr;  // group_sums_bytes(ctas, count), only this launch's
 };
 inline constexpr int64_t kGroupSumBytes = 32 << 10;  // a tile's sums
 // Sums of each team of a CTA that wait for their partner beside the one in registers.
@@ -91,8 +91,8 @@ struct CopyRun {
   const void* from = nullptr;
   void* to = nullptr;
   int64_t bytes = 0;
-  // Where `to` is the first of several blocks of so many bytes, that much apart: how far after its begin the run goes. 0:
-  // it is one.
+  // If `to` is the first of several blocks: their bytes, the distance between two, and where in the first the run begins. 0:
+  // it is one block.
   int64_t block_bytes = 0;
   int64_t gap_bytes = 0;
   int64_t first = 0;
@@ -145,7 +145,7 @@ struct GemmPeers {
   // the other, this rank's own one untouched, with the output's stride; what is collected ends with the input's rows.
   const void* arriving = nullptr;
   void* collected = nullptr;
-  // For each part of the rows (else the first alone): row-major with the output's shape and stride, or
+  // For each part of the rows (else only the first): row-major with the output's shape and stride, or
   // null: added to the product in fp32, before it is rounded.
   const void* sources[1 + kMaxMoreOutputs] = {};
   // In place of sources, or null: where the ranks store their terms of the part that is computed last, one after the

@@ -9,7 +9,7 @@
 //   producer | load 0 | load 1 | load 2 | load 3 | ...  (TMA, as far ahead as memory allows)
 //   team 0   |        | mma 0  | store 0, signal | mma 2 | ...
 //   team 1   |                 | mma 1  | store 1, signal | ...
-// With groups of K the teams alternate groups of two tiles, but for peers:
+// With groups of K the teams alternate groups of two tiles, except for peers:
 //   team 0   | mma 0 | add   | mma 0 | add   | ... | store 0, signal
 //   team 1   |       | mma 1 | add   | mma 1 | ... | add | store 1, signal
 #pragma once
@@ -115,8 +115,8 @@ struct GemmSm90Body : Types {
 
   // --- the producer's first warp ---
 
-  // Where a tile's rows begin, of so many; of a tile that has none, some others, if nothing of it is stored: zeros
-  // that TMA fills in come slower than they are multiplied.
+  // Where a tile's rows begin. A tile beyond the last of `rows` reads others, if nothing of it is stored: zeros that TMA
+  // fills in come slower than they are multiplied.
   template <class Params>
   CUTLASS_DEVICE static int32_t loaded_row(const Params& params, int32_t row, int32_t rows) {
     return row < rows || params.packed ? row : 0;
@@ -218,7 +218,7 @@ struct GemmSm90Body : Types {
     groups.put_into(sums);
   }
 
-  // The team's first warp issued all its bulk stores, so this warp alone must see them complete; it is idle until its next
+  // The team's first warp issued all its bulk stores, so only this warp must see them complete; it is idle until its next
   // tile anyway. Signal [A]: wait_counter acquires what is released here.
   template <class Params>
   CUTLASS_DEVICE static void signal_chunk(const Params& params, const Step& step) {

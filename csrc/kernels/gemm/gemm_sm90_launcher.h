@@ -137,7 +137,7 @@ class GemmSm90ParamsOf {
       if (source != nullptr) params.sources |= 1u << output;
       params.epilogue[output] = epilogue(output_of(output), rows_of(output), source);
     }
-    // Coordinates alone follow from it: how far each output goes, its tensor map knows.
+    // Only coordinates follow from it: how far each output goes, its tensor map knows.
     params.store_shape = store_shape(rows_stored());
     params.tiles = peers.tiles;
     params.spread_ns = peers.spread_ns;
@@ -170,7 +170,7 @@ class GemmSm90ParamsOf {
   void* output_of(int output) const {
     return output == 0 ? gemm_.output : gemm_.peers->more_outputs[output - 1];
   }
-  // Rows that an output has. So nothing is stored, nor added, beyond a part that is shorter than the others.
+  // Rows that an output has. So nothing is stored or added beyond a part that is shorter than the others.
   int64_t rows_of(int output) const {
     if (gemm_.rows.mode == plan::RowMap::Mode::kSplit) {
       const int64_t rows = gemm_.rows.part_rows;

@@ -198,7 +198,7 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
     int end = last;
     int32_t flag = params.flag(step.coord);
     if (!params.is_final(step.coord.row)) {
-      if (params.adds_terms()) {  // the part's owner is so many ranks behind
+      if (params.adds_terms()) {  // the part's owner is this number of ranks before
         first = last - 1 - plan::split_row(params.order, params.rows, step.coord.row).phase;
         flag = params.flag_in_part(step.coord);
       }

@@ -32,7 +32,7 @@ struct Product {
   static constexpr int kWidth = kWidth_;
   static constexpr bool kWide = kWidth == kWideTile;
   static_assert(!kWide || kWeights);
-  // A gate that is a SwiGLU without biases, of neither scaled nor interleaved columns: registers hold gate and up of a column.
+  // A gate that is a SwiGLU without biases, whose columns are not scaled and not interleaved: registers hold gate and up of a column.
   static constexpr bool kSwiglu = kSwiglu_;
   static_assert(!kSwiglu || (kGated && !kScaled));
   static constexpr bool kRuns = kWide || kSwiglu;
@@ -94,7 +94,7 @@ struct Columns {
       }
     }
   }
-  // The expert's biases; the gate's alone where there is no up.
+  // The expert's biases; only the gate's where there is no up.
   template <class T>
   __device__ void add(const GateParams& gate, int expert, int64_t column) {
     if (gate.gate_bias == nullptr) return;

@@ -193,7 +193,7 @@ class BlockMultiplier {
     turn_.next();
   }
 
-  // Adds a stage's products, after which so many are under way.
+  // Adds a stage's products, after which kLeft are under way.
   template <int kLeft>
   __device__ __forceinline__ void add(float (&products)[P::kSums], float (&sums)[P::kSums]) {
     const float* const scales = shared_.scales[used_];

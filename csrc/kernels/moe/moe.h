@@ -12,8 +12,8 @@ namespace overlap::kernels {
 
 enum class Element { kBFloat16, kFloat16, kFloat32, kFloat64 };
 
-// In place of a peer in the report of a wait: nothing was waited for. So many rows as were seen came, and only so many as
-// were expected have room.
+// In place of a peer in the report of a wait: nothing was waited for. The rows that were seen came, and there is room only for
+// those that were expected.
 constexpr int32_t kTooManyRows = 252;
 
 constexpr int kMaxExpertRanks = 512;
@@ -40,7 +40,7 @@ struct RoutesParams {
   int64_t* routes = nullptr;
   // [tokens * choices], of each route: its token's place among those sent to its rank, * choices + choice.
   int32_t* slots = nullptr;
-  // [ranks * tokens]: token * ranks + rank, by (rank, token). Null: neither slots nor sent are wanted.
+  // [ranks * tokens]: token * ranks + rank, by (rank, token). Null: slots and sent are not wanted.
   int64_t* sent = nullptr;
   int64_t* begins = nullptr;  // [ranks + 1]: where each rank's part of routes begins; or null
 };
@@ -66,7 +66,7 @@ struct ArrivalsParams {
   int64_t* place = nullptr;        // the row of each
   int64_t* source = nullptr;       // [rows]: received token * choices + choice, or -1: padding
 
-  // Over peers a message says the rank's tokens in its last column, and `slots` has so many entries for each rank, its
+  // Over peers a message says the rank's tokens in its last column, and `slots` has this number of entries for each rank, its
   // routes; 0: the messages follow each other.
   int64_t rank_slots = 0;
   int32_t rank = 0;
@@ -204,7 +204,7 @@ struct TokensParams {
 
 cudaError_t send_tokens(const TokensParams& params, cudaStream_t stream);
 
-// Each row to its route's place in the slot of the rank that sent the token; those of the own tokens stay.
+// Each row to its route's place in the slot of the rank that sent the token; those of the rank's own tokens stay.
 struct ResultsParams {
   int32_t rank = 0;
   int64_t rows = 0;

@@ -51,7 +51,7 @@ struct PeerCollectiveParams : PeerMeeting {
   int64_t stride = 0;
   // Own terms for this rank's own piece, or this rank's own piece.
   const void* own = nullptr;
-  void* output = nullptr;      // gathers: all pieces; else the own one; may be where `own` is
+  void* output = nullptr;      // gathers: all pieces; else the rank's own; may be where `own` is
   const void* bias = nullptr;  // added to what is reduced, in rows of row_count accesses; or null
   int64_t row_count = 0;
   int64_t first = 0;  // where this rank's own piece begins in rows

@@ -301,7 +301,7 @@ int sm_count() {
   return sms;
 }
 
-// Calls `with` for the kernels of a type and of so many units of a thread.
+// Calls `with` for the kernels of a type and of a number of units of a thread.
 template <class With>
 cudaError_t for_instance(plan::DType dtype, int64_t columns, const With& with) {
   if (!finish_takes(dtype, columns)) return cudaErrorInvalidValue;

@@ -2,7 +2,7 @@
 // memory of the one that waits for it, written by one peer.
 //
 // Above the number a flag has bits of the call's plan: a rank that makes another call is waited for in vain,
-// and nothing that it stores is taken for what was awaited. `ended` alone has none.
+// and nothing that it stores is taken for what was awaited. Only `ended` has none.
 //
 // The numbers are made on the device, so that a CUDA graph that is replayed makes new ones: a slot
 // of memory counts the calls that have ended in it, and each rank's count of the same slot goes

@@ -14,7 +14,7 @@ inline size_t at(int64_t number) {
   return static_cast<size_t>(number);
 }
 
-// One kernel's movement over peers is counted in so many bytes.
+// The unit in bytes in which one kernel's movement over peers is counted.
 inline constexpr int64_t kPeerAccessBytes = 16;
 
 class List {

@@ -123,7 +123,7 @@ struct LibraryGemm {
   std::optional<Where> count = {};  // as CopyRows has it; the rest may be computed, and is nobody's
 };
 
-// Until the launch has finished so many tiles of the chunk; fails at the group's deadline, as all waits do.
+// Until the launch has finished `tiles` tiles of the chunk; fails at the group's deadline, as all waits do.
 struct WaitForTiles {
   int32_t chunk = 0;
   int32_t tiles = 0;
@@ -352,7 +352,7 @@ struct Communicator {
   friend bool operator==(const Communicator&, const Communicator&) = default;
 };
 
-// Memory of a call beside its operands and results: of the call alone, except for kWindow, the group's, which is
+// Memory of a call beside its operands and results: only the call's, except for kWindow, the group's, which is
 // registered with the list's communicators.
 struct Scratch {
   Buffer buffer = Buffer::kStaging;

@@ -41,7 +41,7 @@ class AllToAllSteps : protected Family {
     if (all.end > 0) list_.add_unchained(Lane::kCaller, library_gemm(all, {Buffer::kProduct}));
   }
 
-  // Product rows by the plan's kernel, on so many SMs.
+  // Product rows by the plan's kernel, on `ctas` SMs.
   void launch(plan::Rows rows, Where destination, int32_t ctas) {
     Gemm gemm;
     gemm.rows = rows;

@@ -45,7 +45,7 @@ class CallersTiles {
   std::vector<std::set<int32_t>> needs_;  // of each chunk: whose counts it waits for
 };
 
-// A kernel that neither counts nor awaits, and all of whose tiles are of one chunk.
+// A kernel that does not count or await, and whose tiles are all of one chunk.
 void add_callers_kernel(const plan::Plan& plan, int64_t rows, List& list);
 
 }  // namespace overlap::steps

@@ -55,7 +55,7 @@ struct GatherPlaces {
     return rows(chunk).behind(part * part_rows);
   }
 
-  // The rows to copy into the gathered input when the own rows are there (0), and after chunk
+  // The rows to copy into the gathered input when this rank's rows are there (0), and after chunk
   // `arrival` - 1: whole rows of each part.
   std::vector<Move> moves(int32_t arrival) const {
     if (arrival == 0) return {{{Buffer::kInput}, gathered(rank, 0), part_rows * row_bytes, 0}};
@@ -450,7 +450,7 @@ class Consume : Family {
     }
   }
 
-  // A caller's kernel reads all rows in the gathered input, and is told of arrivals: of the own rows, counter 0, and of
+  // A caller's kernel reads all rows in the gathered input, and is told of arrivals: of this rank's rows, counter 0, and of
   // each chunk. They come in their order, so that a kernel which has seen one has all those before.
   void bring(int32_t arrival) {
     const Lane lane = arrival == 0 ? Lane::kCaller : messages_.arrives_on(arrival - 1);

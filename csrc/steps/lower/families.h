@@ -45,7 +45,7 @@ class Family {
   }
 
  protected:
-  // The ranks so many places after this one, and before it.
+  // The ranks at this distance after this one, and before it.
   int32_t rank_after(int32_t distance) const { return (rank_ + distance) % ranks_; }
   int32_t rank_before(int32_t distance) const { return (rank_ + ranks_ - distance) % ranks_; }
 

@@ -133,7 +133,7 @@ class Ring : Family {
     }
   }
 
-  // To the owner so many ranks behind, before anything is awaited: its GEMM may hold all its SMs until this term comes.
+  // To the owner, `distance` ranks before this one, before anything is awaited: its GEMM may hold all its SMs until this term comes.
   void announce_term(int32_t distance) {
     MeetTiles meet = {0, 0, part_tiles_, distance};
     meet.awaits = false;

@@ -36,13 +36,13 @@ double tile_us(const plan::Plan& plan, const plan::Machine& machine);
 // 1026 x 28672 x 4096 runs at the rate of whole tiles, and has a ninth less to do than nine rows of them.)
 double library_tiles(const plan::Plan& plan, int64_t rows);
 
-// The framework's GEMM of so many rows, where nothing is beside it over peers or in an all-to-all.
+// The framework's GEMM of `rows` rows, where nothing is beside it over peers or in an all-to-all.
 double library_us(const plan::Plan& plan, const plan::Machine& machine, int64_t rows, int32_t sms);
 
 // Rows of a GEMM of their own, which takes whole clusters of tiles.
 double launch_us(const plan::Plan& plan, const plan::Machine& machine, int64_t rows, int32_t sms);
 
-// An exchange of two ranks over NCCL, once both are there, of so many bytes each way.
+// An exchange of two ranks over NCCL, once both are there, of these bytes each way.
 double exchange_us(const plan::Machine& machine, double sent_bytes, double received_bytes,
                    bool beside);
 

@@ -59,7 +59,7 @@ double carried(Walk& w, size_t id, bool leaves, double bytes) {
   return us;
 }
 
-// A collective over peers in one kernel, with a piece of so many bytes for each rank. Sums of pieces go to everyone.
+// A collective over peers in one kernel, with a piece of `piece` bytes for each rank. Sums of pieces go to everyone.
 double collect(Walk& w, double piece, bool sends, bool twice, double begin_us) {
   const double out_us = w.sent_us((w.ranks - 1) * piece) / w.profile.peer.collective_rate;
   if (sends) {

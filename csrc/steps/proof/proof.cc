@@ -22,7 +22,7 @@ std::vector<Turn> in_a_row(const Ranks& ranks, const std::vector<StepList>& list
   return turns;
 }
 
-// A call that leaves slots of so many bytes busy for as long as one can: an all-gather by one kernel, whose end on a rank
+// A call that leaves slots of this number of bytes busy for as long as one can: an all-gather by one kernel, whose end on a rank
 // says nothing of its peers' reads. Each byte that the plan's calls use is one that it reads.
 struct Gather {
   Gather(const Ranks& ranks, int64_t slot_bytes) {

@@ -17,7 +17,7 @@ struct GemmPiece {
 namespace {
 
 // A ring's tile meets only the same tile of other phases, so rows of tiles that are looked at together stand for each
-// of them; so many of them show what comes first.
+// of them; this number of rows shows what comes first.
 constexpr int32_t kRowGroups = 4;
 
 // With map kSplit: the last part may have fewer rows than the others.
