@@ -53,7 +53,11 @@ class GatheredReader:
         """Sets the attribute without ``torch.nn.Module.__setattr__``, the slowest part of a reader, unless something traces
         it."""
         if torch.compiler.is_compiling():
-            self.ahead = ahead
+            # A checkpoint that Dynamo traces takes no changes of modules, but this one ends within the module's call.
+            utils = torch._dynamo.utils
+            utils._disable_side_effect_safety_checks_for_current_subtracer(
+                setattr, self, "ahead", ahead
+            )
         else:
             self.__dict__["ahead"] = ahead
 

@@ -158,18 +158,19 @@ def test_parallel_prepared_input_is_gathered_once_by_compiled_code(failures: Fai
 
 def check_layouts(failures: Failures, how: str) -> None:
     kinds = ((False, (6, 12)), (True, (6, 12)), (True, (7, 5)))
-    points = list(itertools.product((Shard(0), Shard(1)), (False, True), kinds))
+    checkpoints = (False, True) if how == "compiled" else (how == "checkpointed",)
+    points = list(itertools.product((Shard(0), Shard(1)), (False, True), kinds, checkpoints))
     if how == "compiled" and not whole_grids():
         points = [points[place] for place in where_each_pair_meets(points)]
-    for given, local, (distributed, shape) in points:
+    for given, local, (distributed, shape), checkpointed in points:
         torch._dynamo.reset()
         module = Reader()
         model = parallel(module, given, local)
-        run = Around(model, how == "checkpointed")
+        run = Around(model, checkpointed)
         if how == "compiled":
             run = torch.compile(run, fullgraph=True, backend="aot_eager")
         gathers = 1 if how == "eager" else None
-        where = (given, local, distributed, shape)
+        where = (given, local, distributed, shape, checkpointed)
         check_against_whole(
             failures, module, model, run, given, distributed, shape, *where, gathers=gathers
         )
