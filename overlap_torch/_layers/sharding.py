@@ -7,11 +7,12 @@ import operator
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.collectives import all_reduce, start_all_gather, wait
-from overlap_torch._ops.gradients import TransformedFunction
+from overlap_torch._ops.gradients import Gradient, TransformedFunction, side_by_side
 from overlap_torch._ops.group import place_of
 
 
@@ -141,6 +142,66 @@ class GatherParts(_Placed):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return TakePart.apply_in_backward(grad, *ctx.place), None, None, None, None, None
+
+
+class _PlacedFeatures(TransformedFunction):
+    """A Function of tensors after their place: group, world size, rank, and the whole size of each tensor's last dim."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.place = inputs[:4]
+        if not is_compiling():  # Dynamo refuses the call; it materializes gradients
+            ctx.set_materialize_grads(False)
+
+    @classmethod
+    def apply_to_used(cls, place: Sequence, grads: Sequence[Gradient]) -> tuple[Gradient, ...]:
+        """The gradients of a backward's inputs: None for the place, and for results that were not used."""
+        *ranks, sizes = place
+        used = [i for i, grad in enumerate(grads) if grad is not None]
+        of_used = tuple(sizes[i] for i in used)
+        found = iter(cls.apply_in_backward(*ranks, of_used, *[grads[i] for i in used]))
+        return *[None] * 4, *[None if grad is None else next(found) for grad in grads]
+
+
+class TakeFeatures(_PlacedFeatures):
+    """`TakePart` of several tensors' last dim."""
+
+    @staticmethod
+    def forward(
+        group: str, world_size: int, rank: int, sizes: Sequence[int], *wholes: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        place = (group, world_size, rank)
+        pairs = zip(wholes, sizes, strict=True)
+        return tuple(TakePart.forward(whole, -1, size, *place) for whole, size in pairs)
+
+    @staticmethod
+    def backward(ctx, *grads: Gradient) -> tuple[Gradient, ...]:
+        return GatherFeatures.apply_to_used(ctx.place, grads)
+
+
+class GatherFeatures(_PlacedFeatures):
+    """`GatherParts` of several tensors' last dim, by one gather of the parts side by side, padded to the largest."""
+
+    @staticmethod
+    def forward(
+        group: str, world_size: int, rank: int, sizes: Sequence[int], *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        largest = [-(-size // world_size) for size in sizes]
+        pairs = zip(parts, largest, strict=True)
+        padded = [pad_end(part, -1, size - part.shape[-1]) for part, size in pairs]
+        gathered = wait(start_all_gather(side_by_side(padded).unsqueeze(0), group))
+        of_weights = gathered.split(largest, dim=-1)
+        return tuple(
+            torch.cat(
+                [of[r].narrow(-1, 0, own) for r, own in enumerate(shard_sizes(size, world_size))],
+                dim=-1,
+            )
+            for of, size in zip(of_weights, sizes, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx, *grads: Gradient) -> tuple[Gradient, ...]:
+        return TakeFeatures.apply_to_used(ctx.place, grads)
 
 
 class SumGradient(_Placed):

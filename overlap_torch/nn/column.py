@@ -12,12 +12,10 @@ from torch.distributed.tensor import Shard
 from overlap_torch._layers.dtensor import Placements, is_foreign
 from overlap_torch._layers.linear import columns, columns_sequence
 from overlap_torch._layers.sharding import (
-    GatherParts,
+    GatherFeatures,
     check_linear,
     checked_count,
-    pad_end,
     shard_range,
-    shard_sizes,
 )
 from overlap_torch._ops import Group
 from overlap_torch.nn.linear import ParallelLinear
@@ -160,33 +158,11 @@ class ColumnParallelLinear(ParallelLinear):
                 outputs = columns_sequence(input, operands, self._place, tokens)
             else:
                 outputs = columns(input, operands, self._place)
-        if self._several:
-            return self._gathered(outputs) if self.gather_output else tuple(outputs)
-        (output,) = outputs
-        if not self.gather_output:
-            return output
-        return GatherParts.apply(
-            output, -1, self.out_features, self.group, self.world_size, self.rank
-        )
-
-    def _gathered(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """All ranks' features of each output, by one gather of the outputs' parts side by side, padded to the largest."""
-        padded = [
-            pad_end(output, -1, padding)
-            for output, padding in zip(outputs, self._paddings, strict=True)
-        ]
-        own = torch.cat(padded, dim=-1)
-        features = own.shape[-1] * self.world_size
-        gathered = GatherParts.apply(own, -1, features, self.group, self.world_size, self.rank)
-        of_ranks = gathered.unflatten(-1, (self.world_size, own.shape[-1])).unbind(-2)
-        whole = []
-        begin = 0
-        for part, features in zip(padded, self.out_features, strict=True):
-            sizes = shard_sizes(features, self.world_size)
-            parts = [of.narrow(-1, begin, size) for of, size in zip(of_ranks, sizes, strict=True)]
-            whole.append(torch.cat(parts, dim=-1))
-            begin += part.shape[-1]
-        return tuple(whole)
+        if self.gather_output:
+            sizes = self.out_features if self._several else (self.out_features,)
+            place = (self.group, self.world_size, self.rank)
+            outputs = GatherFeatures.apply(*place, sizes, *outputs)
+        return tuple(outputs) if self._several else outputs[0]
 
     def _all_tokens(self, input: torch.Tensor, tokens: int | None) -> int:
         if tokens is None:
