@@ -32,6 +32,9 @@ class ParallelLinear(CutParameters):
     ``torch.nn.Linear``. It communicates only for DTensors with another mesh or other placements: all ranks of the group
     must load those, at the same time.
 
+    Threads of a process make layers one after another: PyTorch's DTensors are not made in two threads at once (torch 2.11
+    crashes), and a group's collective calls need one order on all ranks.
+
     A parameter may also be replaced by this rank's part as a plain tensor, as by ``torch.func.functional_call``.
 
     With a tuple of out_features it replaces a ``torch.nn.Linear`` for each of them, and all of this holds for the
