@@ -88,8 +88,9 @@ class Job:
         if self._rows is None:
             self.output = matrix
             self.counters = self._counters = counters
-            if compares_all() and prepared.signals and not self._capturing:
-                # Each tile has a counter of its own.
+            exact = compares_all() or not prepared.on_gpu
+            if exact and prepared.signals and not self._capturing:
+                # Each tile has a counter of its own, so that signals are checked one by one.
                 device = prepared.device
                 self._debug = torch.zeros(self.tiles, dtype=torch.int32, device=device)
                 self.counters = self._debug
@@ -159,12 +160,23 @@ class Job:
             properties.shared_memory_per_multiprocessor,
         )
 
+    def __getattr__(self, name: str) -> object:
+        """Only the tensors that this job does not have, or not yet."""
+        if name not in Job.__annotations__ or "_prepared" not in self.__dict__:
+            raise AttributeError(f"'Job' object has no attribute {name!r}")
+        has = "tile_order, tile_chunk, " + (
+            "output, counters" if self._rows is None else "gathered, arrived"
+        )
+        raise AttributeError(
+            f"{self._prepared.what} has no {name}: inside its `with`, this job has {has}"
+        )
+
     @property
     def _capturing(self) -> bool:
         return self._prepared.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _check_tiles(self, call) -> None:
-        """Under OVERLAP_DEBUG=1: raises unless each tile was signalled once; then sets the chunks' counters, which the kernel did
+        """On CPU, and under OVERLAP_DEBUG=1: raises unless each tile was signalled once; then sets the chunks' counters, which the kernel did
         not see."""
         wrong = [
             f"({tile // self.columns}, {tile % self.columns}) {'never' if count == 0 else f'{count} times'}"

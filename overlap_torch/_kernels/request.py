@@ -149,7 +149,7 @@ class Request:
             validate(made)
             return made
         rows = -(-(problem.m // problem.row_parts) // tile[0])
-        chunks = 1 if alone else min(self.chunks or _DEFAULT_CHUNKS, rows)
+        chunks = 1 if alone else max(1, min(self.chunks or _DEFAULT_CHUNKS, rows))
         return row_panels(problem, chunks, tile=tile, comm_sms=comm_sms, **how)
 
 
