@@ -10,12 +10,20 @@ from __future__ import annotations
 import ast
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import triton.language as tl
 
-from overlap_torch._kernels.follow import Followed, Source, Unfollowed, function_of, statements
+from overlap_torch._kernels.follow import (
+    Followed,
+    Source,
+    Unfollowed,
+    awaits_others,
+    function_of,
+    root,
+    statements,
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class Alignment:
 
     ``tables`` are the names of the first parameters: order, chunks, and counters or flags. ``never`` are the parameters
     that must be false, ``called`` those that are called, with their lines. ``in_order``: a turn of the loop over tiles reads
-    what an earlier one left, so programs keep their tiles. ``ot`` is the name of :mod:`overlap_torch.triton`.
+    what an earlier one left, or a program awaits another one, so programs keep their tiles. ``loops``: it has such a loop. ``ot`` is the name of :mod:`overlap_torch.triton`.
     """
 
     before: Source
@@ -36,6 +44,7 @@ class Alignment:
     never: dict[str, int]
     called: dict[str, int]
     in_order: bool
+    loops: bool
     store_line: int
     ot: types.ModuleType
 
@@ -188,15 +197,15 @@ class _Pass:
         loaded = Followed(self.source, frozenset(filter(None, [self.input])))
         if self.input and not loaded.loads:
             self._refuse(self.tree, f"no load through {self.input} is found")
-        if loaded.block_pointer is not None:
-            self._refuse(
-                loaded.block_pointer, f"the rows of a block pointer to {self.input} are unknown"
-            )
+        if loaded.unknown is not None:
+            node, what = loaded.unknown
+            self._refuse(node, f"the rows of {what.format(self.input)} are unknown")
         self._look_into_functions()
         scope = self._loop()
         if scope is None:
             scope = self.tree
             self._one_tile_a_program()
+        self.in_order |= awaits_others(self.source)
         calls = [*followed.stores.values(), *loaded.loads.values()]
         outside = [one for one in calls if scope not in self._around(one)]
         if outside:
@@ -230,6 +239,7 @@ class _Pass:
             never=self.never,
             called=self.called,
             in_order=self.in_order,
+            loops=scope is not self.tree,
             store_line=line,
             ot=self.module,
         )
@@ -240,7 +250,7 @@ class _Pass:
         for call, name in asking(self.source, set()):
             self._refuse(call, f"{name}, which is called here, asks for tl.program_id itself")
         for node in ast.walk(self.tree):
-            name = getattr(node.func, "id", None) if isinstance(node, ast.Call) else None
+            name = root(node.func) if isinstance(node, ast.Call) else None
             if name in self.source.parameters:
                 self.called[name] = self.source.line_of(node)
 
@@ -279,16 +289,26 @@ class _Pass:
                 text = f"{text} % {counts[axis]}"
             self.edits.replace(call, f"({text})" if axes else text)
 
-    def _raw(self) -> set[str]:
-        """The names that a program's number on axis 0 is assigned to."""
-        calls = {id(call) for call in self.source.calls(tl.program_id) if self._axis(call) == 0}
-        return {
-            node.targets[0].id
-            for node in statements(self.tree.body)
-            if isinstance(node, ast.Assign)
-            and id(node.value) in calls
-            and isinstance(node.targets[0], ast.Name)
-        }
+    def _raw(self) -> dict[str, str]:
+        """The names that a program's number on axis 0 is assigned to, each with the cast that it went through."""
+        found: dict[str, str] = {}
+        for name, value in _assigned(self.tree.body):
+            cast = self._cast(value, found)
+            if cast is not None:
+                found[name] = cast
+        return found
+
+    def _cast(self, node: ast.expr, raw: dict[str, str]) -> str | None:
+        """The cast of a program's number on axis 0, "" for none; None for other expressions."""
+        match node:
+            case ast.Name(name):
+                return raw.get(name)
+            case ast.Call(ast.Attribute(inner, "to"), [kind], []):
+                return None if self._cast(inner, raw) is None else f".to({ast.unparse(kind)})"
+            case ast.Call(function):
+                number = self.source.meaning(function) is tl.program_id and self._axis(node) == 0
+                return "" if number else None
+        return None
 
     def _loop(self) -> ast.For | ast.While | None:
         """The loop over a persistent kernel's tiles, changed, if it has one."""
@@ -303,7 +323,7 @@ class _Pass:
             for node in ast.walk(self.tree)
             if isinstance(node, ast.While)
             for step in node.body
-            if self._added(step)[0] in raw
+            if _added(step)[0] in raw
         ]
         if len(fors) + len(whiles) > 1:
             node = (fors + [one for one, _ in whiles])[1]
@@ -314,11 +334,11 @@ class _Pass:
             if self._axis(call):
                 self._refuse(call, "there is a loop over tiles, and the grid has another axis")
         loop = fors[0] if fors else whiles[0][0]
-        counts = self._for(loop, raw) if fors else self._while(*whiles[0])
+        counts = self._for(loop, raw) if fors else self._while(*whiles[0], raw)
         self.in_order = self._carries(loop, raw, counts)
         return loop
 
-    def _carries(self, loop: ast.For | ast.While, raw: set[str], counts: set[str]) -> bool:
+    def _carries(self, loop: ast.For | ast.While, raw: Iterable[str], counts: set[str]) -> bool:
         """True if a turn reads what an earlier turn left, or the program's number, other than by the counters."""
         inside = set(map(id, statements(loop.body)))
         outside = [
@@ -340,33 +360,20 @@ class _Pass:
         called = any(id(one) in asks for part in loop.body for one in ast.walk(part))
         return called or bool(read & (numbers | left) - counts)
 
-    def _begins_at(self, node: ast.For, raw: set[str]) -> bool:
+    def _begins_at(self, node: ast.For, raw: dict[str, str]) -> bool:
         """True for ``for tile in range(pid, tiles, programs)``."""
         call = node.iter
         ranges = isinstance(call, ast.Call) and self.source.meaning(call.func) in (range, tl.range)
-        if not ranges or len(call.args) != 3 or not isinstance(node.target, ast.Name):
+        if not ranges or not isinstance(node.target, ast.Name) or _step(call) is None:
             return False
-        start = call.args[0]
-        if isinstance(start, ast.Name):
-            return start.id in raw
-        return isinstance(start, ast.Call) and self.source.meaning(start.func) is tl.program_id
+        return self._cast(call.args[0], raw) is not None
 
-    @staticmethod
-    def _added(node: ast.stmt) -> tuple[str, ast.expr] | tuple[None, None]:
-        """The name and the step of ``name += step`` or ``name = name + step``; None twice for other statements."""
-        match node:
-            case ast.AugAssign(ast.Name(name), ast.Add(), step):
-                return name, step
-            case ast.Assign([ast.Name(name), *_], ast.BinOp(ast.Name(left), ast.Add(), step)):
-                if name == left:
-                    return name, step
-        return None, None
-
-    def _for(self, loop: ast.For, raw: set[str]) -> set[str]:
+    def _for(self, loop: ast.For, raw: dict[str, str]) -> set[str]:
         """The names of its counters."""
         self._keywords(loop)
-        name, step = loop.target.id, ast.dump(loop.iter.args[2])
-        self._insert_first(loop, f"{self.tile} = {self.ot}.tile({self.tables[0]}, {name})")
+        name, step = loop.target.id, ast.dump(_step(loop.iter))
+        cast = self._cast(loop.iter.args[0], raw)
+        self._insert_first(loop, f"{self.tile} = {self.ot}.tile({self.tables[0]}, {name}){cast}")
         self._insert_first(loop, f"{name} = {self.tile}")
         # A second counter beside the loop's: it begins one step before the program's number, and grows by one step a turn.
         trailing: set[str] = set()
@@ -375,16 +382,17 @@ class _Pass:
                 case ast.Assign([ast.Name(count), *_], ast.BinOp(ast.Name(start), ast.Sub(), by)):
                     if start in raw and ast.dump(by) == step:
                         trailing.add(count)
-        added = map(self._added, loop.body)
+        added = map(_added, loop.body)
         counts = {count for count, by in added if count in trailing and ast.dump(by) == step}
         for node in self._reads(loop.body, counts):
-            self.edits.replace(node, f"{self.ot}.tile({self.tables[0]}, {node.id})")
+            self.edits.replace(node, f"{self.ot}.tile({self.tables[0]}, {node.id}){cast}")
         return {name, *counts}
 
-    def _while(self, loop: ast.While, step: ast.stmt) -> set[str]:
+    def _while(self, loop: ast.While, step: ast.stmt, raw: dict[str, str]) -> set[str]:
         """The name of its counter."""
-        name = self._added(step)[0]
-        self._insert_first(loop, f"{self.tile} = {self.ot}.tile({self.tables[0]}, {name})")
+        name = _added(step)[0]
+        cast = raw[name]
+        self._insert_first(loop, f"{self.tile} = {self.ot}.tile({self.tables[0]}, {name}){cast}")
         for node in self._reads(loop.body, {name}):
             if node.lineno > step.end_lineno:
                 self._refuse(node, f"{name} is read after it was increased")
@@ -396,7 +404,7 @@ class _Pass:
         return [
             node
             for statement in statements(body)
-            if self._added(statement)[0] not in names
+            if _added(statement)[0] not in names
             for node in ast.walk(statement)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names
             if self._statement(node) is statement
@@ -444,6 +452,35 @@ class _Pass:
         if first.lineno == scope.lineno:
             self._refuse(first, "the loop's body is on the loop's own line")
         self.edits.insert(first, text)
+
+
+def _step(call: ast.Call) -> ast.expr | None:
+    named = (one.value for one in call.keywords if one.arg == "step" and len(call.args) == 2)
+    return call.args[2] if len(call.args) == 3 else next(named, None)
+
+
+def _added(node: ast.stmt) -> tuple[str, ast.expr] | tuple[None, None]:
+    """The name and the step of ``name += step`` or ``name = name + step``; None twice for other statements."""
+    match node:
+        case ast.AugAssign(ast.Name(name), ast.Add(), step):
+            return name, step
+        case ast.Assign([ast.Name(name), *_], ast.BinOp(ast.Name(left), ast.Add(), step)):
+            if name == left:
+                return name, step
+    return None, None
+
+
+def _assigned(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
+    """Each name that is assigned alone or in a row of names, and its value."""
+    for node in statements(body):
+        match node:
+            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
+                pairs = list(zip(targets, values, strict=False))
+            case ast.Assign([target], value) | ast.AnnAssign(target, _, ast.expr() as value):
+                pairs = [(target, value)]
+            case _:
+                continue
+        yield from ((one.id, value) for one, value in pairs if isinstance(one, ast.Name))
 
 
 def _names(node: ast.AST, context: type) -> set[str]:

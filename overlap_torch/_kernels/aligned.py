@@ -6,6 +6,7 @@ import __future__
 import ast
 import copy
 import functools
+import inspect
 import itertools
 import linecache
 import math
@@ -19,12 +20,13 @@ from triton.runtime import Autotuner, Heuristics
 
 from overlap_torch._kernels import probe as _probe
 from overlap_torch._kernels.align import align, asking, by_hand
-from overlap_torch._kernels.follow import Source, Unfollowed, function_of
+from overlap_torch._kernels.follow import Source, Unfollowed, function_of, reads
 from overlap_torch._kernels.job import Job, entered
 from overlap_torch._kernels.proof import Mismatch, prove
 
 _SCRATCH = 72  # counters or flags of a timed run, as in csrc/binding/kernels/kernel_job.h
 _PLAIN = frozenset([int, float, bool, str, type(None)])
+_LOOPS = "Programs of several tiles take them by `for tile in range(tl.program_id(0), tiles, programs)` or `while tile < tiles`"
 _numbers = itertools.count()
 
 
@@ -189,23 +191,31 @@ class Aligned:
                 descriptor.base, place = place, descriptor
             self._probing[recorder.grid](*first, **recorder.meta | {self._output: place})
 
+        programs = math.prod(recorder.grid)
         try:
-            programs = math.prod(recorder.grid)
             return prove(job, probe, output, self._input, programs, self._alignment.in_order)
         except Mismatch as error:
-            return error
+            return (
+                error
+                if self._alignment.loops or programs >= job.tiles
+                else Mismatch(f"{error}. {_LOOPS}")
+            )
         except triton.OutOfResources as error:
             return Mismatch(f"the run that looks for its tiles does not fit: {error}")
 
     def _check_called(self, given: dict[str, object]) -> None:
-        """No function among the arguments asks for the program's number."""
-        for name, line in self._alignment.called.items():
-            function = function_of(_key(given.get(name)))
-            source = None if function is None else Source.of(function)
-            if source and (source.calls(tl.program_id) or next(asking(source, set()), None)):
-                place = f"{self._alignment.before.file}:{line}"
-                why = f"{name}, which is called here, is {source.name}, which asks for tl.program_id itself"
-                raise ValueError(self._refusal(f"{place}: {why}"))
+        """No function among the arguments asks for the program's number, or finds a tile's place in memory."""
+        lines = dict.fromkeys(self._probe.placing, self._alignment.store_line)
+        for name, line in (lines | self._alignment.called).items():
+            default = inspect.signature(self._function).parameters[name].default
+            for source in map(Source.of, _functions(given.get(name, default))):
+                why = None
+                if source.calls(tl.program_id) or next(asking(source, set()), None):
+                    why = f"{name}, which is called here, is {source.name}, which asks for tl.program_id itself"
+                elif name in self._probe.placing and reads(source):
+                    why = _probe.DEPENDS.format(self._output, source.name)
+                if why is not None:
+                    raise ValueError(self._refusal(f"{self._alignment.before.file}:{line}: {why}"))
 
     def _check_aliases(self, job: Job, given: dict[str, object]) -> None:
         """Only the followed argument may point to the job's matrix."""
@@ -340,6 +350,15 @@ def _key(value: object) -> object:
     if hasattr(value, "block_shape"):
         return tuple(value.shape), tuple(value.strides), tuple(value.block_shape)
     return value
+
+
+def _functions(value: object) -> list[types.FunctionType]:
+    """The functions among a launch's argument, which may be a tuple of them."""
+    value = getattr(value, "value", value)
+    if isinstance(value, tuple | list):
+        return [one for part in value for one in _functions(part)]
+    function = function_of(value)
+    return [] if function is None else [function]
 
 
 def _jit(kernel: object, function: types.FunctionType, inserted: int) -> object:

@@ -27,6 +27,10 @@ _HARMLESS = tuple(
 )
 _LOADING = ("load", "gather")  # methods of a descriptor
 _STORING = ("store",)
+# The same as functions.
+LOADS_BLOCK = getattr(tl, "load_tensor_descriptor", None)
+STORES_BLOCK = getattr(tl, "store_tensor_descriptor", None)
+_DESCRIBES = getattr(tl, "make_tensor_descriptor", None)
 
 
 class Unfollowed(Exception):
@@ -121,6 +125,46 @@ def among(one: object, group: Iterable[object]) -> bool:
     return any(one is other for other in group)
 
 
+def remembers(source: Source, call: ast.Call) -> bool:
+    """True if the call reads memory."""
+    meaning = source.meaning(call.func)
+    if isinstance(call.func, ast.Attribute) and meaning is None:
+        return call.func.attr in _LOADING or call.func.attr.startswith("atomic")
+    function = function_of(meaning)
+    if function is None or function.__module__.startswith("triton."):
+        return among(meaning, (tl.load, *filter(None, [LOADS_BLOCK]), *_ATOMICS))
+    return reads(Source.of(function))
+
+
+def reads(source: Source) -> bool:
+    """True if a function reads memory."""
+    return any(
+        remembers(source, node) for node in ast.walk(source.tree) if isinstance(node, ast.Call)
+    )
+
+
+def awaits_others(source: Source) -> bool:
+    """True if a loop turns until another program has written something; one that takes a free lock does not count."""
+    for loop in (node for node in ast.walk(source.tree) if isinstance(node, ast.While)):
+        tested = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
+        changed = [
+            statement.value
+            for statement in statements(loop.body)
+            if isinstance(statement, ast.Assign)
+            and tested & {getattr(target, "id", None) for target in statement.targets}
+        ]
+        for call in (node for part in (loop.test, *changed) for node in ast.walk(part)):
+            if not isinstance(call, ast.Call) or not remembers(source, call):
+                continue
+            swaps = source.meaning(call.func) is tl.atomic_cas and len(call.args) > 2
+            if not swaps or ast.dump(call.args[1]) == ast.dump(call.args[2]):
+                return True
+    calls = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
+    functions = {function_of(source.meaning(call.func)) for call in calls} - {None}
+    own = (one for one in functions if not one.__module__.startswith("triton."))
+    return any(awaits_others(Source.of(function)) for function in own)
+
+
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     for statement in body:
         yield statement
@@ -138,12 +182,27 @@ def bound(source: Source, call: ast.Call, callee: Source) -> dict[str, ast.expr]
     return arguments | {one.arg: one.value for one in call.keywords}
 
 
+def root(node: ast.AST) -> str | None:
+    """The name at the beginning of attributes and subscripts."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return getattr(node, "id", None)
+
+
+def first_of(call: ast.Call, *names: str) -> ast.expr:
+    """The first argument, by place or by one of the names."""
+    return (
+        call.args[0] if call.args else next(one.value for one in call.keywords if one.arg in names)
+    )
+
+
 @dataclass
 class Followed:
     """Where a function stores and loads through some of its arguments.
 
     ``stores`` and ``loads`` are calls of ``tl.store`` and ``tl.load``, of methods of a descriptor, and of functions that
-    store or load. ``helpers`` has these functions by the call's node.
+    store or load. ``helpers`` has these functions by the call's node. ``whole`` are the parameters that point to the argument's
+    first element (None: all). ``unknown`` names something whose rows cannot be known.
     """
 
     source: Source
@@ -153,12 +212,19 @@ class Followed:
     loads: dict[int, ast.Call] = field(default_factory=dict)
     helpers: dict[int, Followed] = field(default_factory=dict)
     bulk: bool = False
-    block_pointer: ast.Call | None = None
+    whole: frozenset[str] | None = None
+    unknown: tuple[ast.Call, str] | None = None
     returns: bool = False
 
     def __post_init__(self) -> None:
         # For each assigned name: True if it points to the argument, None if that depends on the branch taken.
         self._state: dict[str, bool | None] = dict.fromkeys(self.parameters, True)
+        kept = self.parameters if self.whole is None else self.whole
+        self.whole = kept - {
+            node.id
+            for node in ast.walk(self.source.tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
         self._walk(self.source.tree.body)
 
     def _refuse(self, node: ast.AST, why: str) -> None:
@@ -252,15 +318,19 @@ class Followed:
             self._refuse(
                 node, "several programs may add to a tile of {}: an atomic, as of a split K"
             )
-        if callee is tl.store:
+        if among(callee, (tl.store, STORES_BLOCK)):
             self._note(self.stores, node)
-        elif callee is tl.load:
+            self.bulk |= callee is not tl.store
+        elif among(callee, (tl.load, LOADS_BLOCK)):
             self._note(self.loads, node)
+            self.bulk |= callee is not tl.load
         elif function_of(callee) is not None and not among(callee, _PASSES):
             return self._helper(node, function_of(callee))
         elif among(callee, _PASSES):
             if callee is tl.make_block_ptr:
-                self.block_pointer = node
+                self.unknown = node, "a block pointer to {}"
+            elif callee is _DESCRIBES and not self._is_whole(first_of(node, "base")):
+                self.unknown = node, "a descriptor that does not begin at {}"
             return True
         elif callee is not isinstance and not among(callee, _HARMLESS):
             text = ast.unparse(node.func)
@@ -291,15 +361,19 @@ class Followed:
         pointers = frozenset(name for name, one in given.items() if self._points(one))
         followed = self.helpers.get(id(node))
         if followed is None or followed.parameters != pointers:
-            followed = Followed(callee, pointers, self.depth + 1)
+            whole = frozenset(name for name in pointers if self._is_whole(given[name]))
+            followed = Followed(callee, pointers, self.depth + 1, whole=whole)
         self.helpers[id(node)] = followed
         self.bulk |= followed.bulk
-        if followed.block_pointer is not None:
-            self.block_pointer = node
+        if followed.unknown is not None:
+            self.unknown = node, followed.unknown[1]
         for mine, its in ((self.stores, followed.stores), (self.loads, followed.loads)):
             if its:
                 self._note(mine, node)
         return followed.returns
+
+    def _is_whole(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id in self.whole
 
     def _note(self, found: dict[int, ast.Call], node: ast.Call) -> None:
         found[id(node)] = node

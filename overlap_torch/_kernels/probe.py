@@ -16,12 +16,18 @@ import triton.language as tl
 
 from overlap_torch._kernels.align import Alignment
 from overlap_torch._kernels.follow import (
+    LOADS_BLOCK,
+    STORES_BLOCK,
     Followed,
     Source,
     Unfollowed,
     among,
     bound,
+    first_of,
     function_of,
+    reads,
+    remembers,
+    root,
     statements,
 )
 
@@ -29,6 +35,7 @@ from overlap_torch._kernels.follow import (
 CONTEXT = ("_probe_tiles", "_probe_input", "_probe_columns", "_probe_rows")
 _TILES, _INPUT, _COLUMNS, _ROWS = CONTEXT
 _TILE = "_probe_tile"  # in functions that the kernel calls
+DEPENDS = "where a tile of {} lies, or whether it is stored, depends on memory: {}"
 
 
 @triton.jit
@@ -70,11 +77,20 @@ def load(pointers, mask, base, columns, rows, tile, tiles):
 
 
 @triton.jit
-def load_block(descriptor, row, rows, tile, tiles):
-    """A load through a descriptor, of a block that begins in this row."""
-    last = tl.minimum(row + descriptor.block_shape[0], descriptor.shape[0].to(tl.int32)) - 1
-    if tile < tiles:
-        _note_rows(rows, tile, row, last)
+def load_block(descriptor, places, columns, rows, tile, tiles):
+    """A load of a block that begins at these places, through a descriptor of the input, whose rows have ``columns`` columns."""
+    first = tl.full((), 0, tl.int64)
+    last = first
+    inside = tile < tiles
+    for axis in tl.static_range(len(descriptor.block_shape)):
+        begin = tl.full((), 0, tl.int64) + places[axis]
+        end = tl.minimum(begin + descriptor.block_shape[axis], descriptor.shape[axis].to(tl.int64))
+        begin = tl.maximum(begin, 0)
+        inside = inside & (begin < end)
+        first += begin * descriptor.strides[axis]
+        last += (end - 1) * descriptor.strides[axis]
+    if inside:
+        _note_rows(rows, tile, (first // columns).to(tl.int32), (last // columns).to(tl.int32))
 
 
 _FUNCTIONS = {f"_probe_{one.__name__}": one for one in (take, count, block, load, load_block)}
@@ -92,10 +108,11 @@ class Function:
 
 @dataclass
 class Probe:
-    """``constants`` are the names that the probe's addresses need."""
+    """``constants`` are the names that the probe's addresses need, ``placing`` those of functions among them."""
 
     function: Function
     constants: frozenset[str]
+    placing: frozenset[str]
 
 
 def probe(alignment: Alignment) -> Probe:
@@ -104,7 +121,7 @@ def probe(alignment: Alignment) -> Probe:
     tree = made.function()
     tree.args.args = [*map(ast.arg, CONTEXT), *tree.args.posonlyargs, *tree.args.args]
     tree.args.posonlyargs = []
-    return Probe(made.emit(tree), frozenset(made.needed))
+    return Probe(made.emit(tree), frozenset(made.needed), frozenset(made.placing))
 
 
 class _Slice:
@@ -116,6 +133,7 @@ class _Slice:
         self.source, self.alignment, self.tile, self.name = source, alignment, tile, name
         self.inner: list[Function] = []
         self.needed: set[str] = set()
+        self.placing: set[str] = set()
         self._kept: set[int] = set()
         self._forms: dict[int, list[ast.stmt]] = {}
         if pointers is None:
@@ -163,7 +181,8 @@ class _Slice:
             if not stores and not loads:
                 continue
             function = function_of(meaning)
-            if among(meaning, (tl.store, tl.load)) or function is None:
+            known = (tl.store, tl.load, STORES_BLOCK, LOADS_BLOCK)
+            if among(meaning, known) or function is None:
                 yield self._stored(call) if stores else self._loaded(call)
             else:
                 yield self._helper(call, function)
@@ -172,24 +191,38 @@ class _Slice:
         keywords = [one for one in call.keywords if one.arg not in ("value", "pointer", "offsets")]
         if self.source.meaning(call.func) is tl.store:
             value = ast.BinOp(_name(self.tile), ast.Add(), ast.Constant(1))
-        else:
-            value = _expression("_probe_block", call.func.value, _name(self.tile)).value
-        place = _given(call, "pointer", "offsets")
-        return ast.Expr(ast.Call(call.func, [place, value, *call.args[2:]], keywords))
+            place = first_of(call, "pointer")
+            return ast.Expr(ast.Call(call.func, [place, value, *call.args[2:]], keywords))
+        descriptor, place = self._block(call)
+        value = _expression("_probe_block", descriptor, _name(self.tile)).value
+        return ast.Expr(
+            ast.Call(ast.Attribute(descriptor, "store", ast.Load()), [place, value], [])
+        )
+
+    def _block(self, call: ast.Call) -> tuple[ast.expr, ast.expr]:
+        """The descriptor of a block's store or load, and its place."""
+        given = [
+            *call.args,
+            *(one.value for one in call.keywords if one.arg in ("desc", "offsets")),
+        ]
+        if self.source.meaning(call.func) is None:
+            given.insert(0, call.func.value)
+        return given[0], given[1]
 
     def _loaded(self, call: ast.Call) -> ast.stmt:
         end = [_name(_ROWS), _name(self.tile), _name(_TILES)]
         if self.source.meaning(call.func) is not tl.load:
-            places = _given(call, "offsets")
+            descriptor, places = self._block(call)
             if not isinstance(places, ast.List | ast.Tuple):
                 raise Unfollowed(self.source, call, "the place of this load is no list of numbers")
-            return _expression("_probe_load_block", call.func.value, places.elts[0], *end)
+            places = ast.Tuple(places.elts, ast.Load())
+            return _expression("_probe_load_block", descriptor, places, _name(_COLUMNS), *end)
         given = {one.arg: one.value for one in call.keywords}
         mask = call.args[1] if len(call.args) > 1 else given.get("mask", ast.Constant(True))
         if isinstance(mask, ast.Constant) and mask.value is None:
             mask = ast.Constant(True)
         return _expression(
-            "_probe_load", _given(call, "pointer"), mask, _name(_INPUT), _name(_COLUMNS), *end
+            "_probe_load", first_of(call, "pointer"), mask, _name(_INPUT), _name(_COLUMNS), *end
         )
 
     def _helper(self, call: ast.Call, function: object) -> ast.stmt:
@@ -205,6 +238,11 @@ class _Slice:
         name = f"{self.name}_{callee.name}_{len(self.inner)}"
         made = _Slice(callee, self.alignment, _TILE, name, pointers)
         tree = made.function()
+        for name in made.placing & given.keys():
+            inner = function_of(self.source.meaning(given[name]))
+            if inner is not None and reads(Source.of(inner)):
+                self._depends(call, given[name])
+            self.placing.add(root(given[name]))
         kept = [arg for arg in tree.args.posonlyargs + tree.args.args if arg.arg in made.needed]
         defaults = dict(
             zip(callee.parameters[::-1], [*callee.tree.args.defaults][::-1], strict=False)
@@ -258,13 +296,15 @@ class _Slice:
                     if getattr(statement, name, None)
                 ]
             for node in (one for part in checked for one in ast.walk(part)):
-                if isinstance(node, ast.Call) and _remembers(self.source, node):
-                    raise Unfollowed(
-                        self.source,
-                        statement,
-                        f"where a tile of {self.alignment.output} lies, or whether it is stored, depends on memory: "
-                        f"{ast.unparse(node)}",
-                    )
+                if isinstance(node, ast.Call) and remembers(self.source, node):
+                    self._depends(statement, node)
+                if isinstance(node, ast.Call) and root(node.func) in self.source.parameters:
+                    self.placing.add(root(node.func))
+
+    def _depends(self, statement: ast.AST, on: ast.AST) -> None:
+        raise Unfollowed(
+            self.source, statement, DEPENDS.format(self.alignment.output, ast.unparse(on))
+        )
 
     def _build(self, body: list[ast.stmt]) -> list[ast.stmt]:
         made: list[ast.stmt] = []
@@ -277,19 +317,6 @@ class _Slice:
                     setattr(statement, name, self._build(getattr(statement, name)) or [ast.Pass()])
             made.append(statement)
         return made
-
-
-def _remembers(source: Source, call: ast.Call) -> bool:
-    """True if the call reads memory."""
-    meaning = source.meaning(call.func)
-    if isinstance(call.func, ast.Attribute) and meaning is None:
-        return call.func.attr in ("load", "gather") or call.func.attr.startswith("atomic")
-    function = function_of(meaning)
-    if function is None or function.__module__.startswith("triton."):
-        return meaning is tl.load or getattr(meaning, "__name__", "").startswith("atomic")
-    inner = Source.of(function)
-    calls = (node for node in ast.walk(inner.tree) if isinstance(node, ast.Call))
-    return any(_remembers(inner, node) for node in calls)
 
 
 class _OwnCalls(ast.NodeTransformer):
@@ -314,13 +341,6 @@ def _own_calls(statement: ast.stmt) -> Iterator[ast.Call]:
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and id(node) not in skipped:
             yield node
-
-
-def _given(call: ast.Call, *names: str) -> ast.expr:
-    """The first argument, by place or by one of the names."""
-    return (
-        call.args[0] if call.args else next(one.value for one in call.keywords if one.arg in names)
-    )
 
 
 def _name(name: str) -> ast.Name:

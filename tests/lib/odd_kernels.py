@@ -32,6 +32,46 @@ def counted_twice(a_ptr, c_ptr, tiles, L: tl.constexpr):
 
 
 @triton.jit
+def aliased(a_ptr, c_ptr, tiles, L: tl.constexpr):
+    pid, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    tile = pid
+    while tile < tiles:
+        tl.static_assert(tile.dtype == tl.int64)
+        tl.store(c_ptr + tile * BLOCK + place, 2 * tl.load(a_ptr + tile * BLOCK + place))
+        tile += L
+
+
+@triton.jit
+def by_step(a_ptr, c_ptr, tiles, L: tl.constexpr):
+    first: tl.int32 = tl.program_id(0)
+    for tile in tl.range(first, tiles, step=L):
+        place = tile * BLOCK + tl.arange(0, BLOCK)
+        tl.store(c_ptr + place, 2 * tl.load(a_ptr + place))
+
+
+@triton.jit
+def by_functions(a_ptr, c_ptr, tiles, L: tl.constexpr):
+    """Descriptors, by functions in place of their methods."""
+    tile = tl.program_id(0)
+    a = tl.make_tensor_descriptor(a_ptr, [tiles, 32], [32, 1], [1, 32])
+    c = tl.make_tensor_descriptor(c_ptr, [tiles, 32], [32, 1], [1, 32])
+    tl.store_tensor_descriptor(c, [tile, 0], 2 * tl.load_tensor_descriptor(a, [tile, 0]))
+
+
+@triton.jit
+def awaits(a_ptr, c_ptr, tiles, flags):
+    """Each program awaits the one before, and takes its flag back."""
+    tile = tl.program_id(0)
+    place = tile * BLOCK + tl.arange(0, BLOCK)
+    polls = 0
+    while (tile > 0) & (tl.atomic_cas(flags + tile, 1, 1) == 0) & (polls < 9):
+        polls += 1
+    tl.store(c_ptr + place, tl.load(a_ptr + place) * tl.where(polls < 9, 2, 0))
+    tl.atomic_xchg(flags + tile, 0)
+    tl.atomic_xchg(flags + tile + 1, 1)
+
+
+@triton.jit
 def first_turn(a_ptr, c_ptr, tiles, L: tl.constexpr):
     first = tl.program_id(0)
     place = tl.arange(0, BLOCK)

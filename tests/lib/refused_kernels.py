@@ -122,6 +122,19 @@ def by_block_pointers(a_ptr, c_ptr, N):
 
 
 @triton.jit
+def of_a_part(a_ptr, c_ptr, N):
+    tile = tl.program_id(0)
+    rows = tl.make_tensor_descriptor(a_ptr + 32, [N, 32], [32, 1], [1, 32])  # here
+    tl.store(c_ptr + tile * 32 + tl.arange(0, 32)[None, :], rows.load([tile, 0]))
+
+
+@triton.jit
+def by_blocks(a_ptr, c_ptr, indices, N):
+    row = tl.max(tl.load_tensor_descriptor(indices, [tl.program_id(0), 0]))  # here
+    tl.store(c_ptr + row, tl.load(a_ptr + row))
+
+
+@triton.jit
 def of_special_warps(a_ptr, c_ptr, N):
     for tile in tl.range(tl.program_id(0), N, 4, warp_specialize=True):  # here
         tl.store(c_ptr + tile, tl.load(a_ptr + tile))
@@ -177,6 +190,31 @@ def all_rows(a_ptr, c_ptr, N: tl.constexpr):
     for row in range(N):
         sums += tl.load(a_ptr + row * BLOCK + tl.arange(0, BLOCK))
     tl.store(c_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), sums)  # here
+
+
+@triton.jit
+def every_other_row(a_ptr, c_ptr, N):
+    tile = tl.program_id(0)
+    rows = tl.make_tensor_descriptor(a_ptr, [N // 2, 32], [64, 1], [1, 32])
+    tl.store(c_ptr + tile * 32 + tl.arange(0, 32)[None, :], rows.load([tile, 0]))  # here
+
+
+@triton.jit
+def index(pointer, tile):
+    return tl.load(pointer + tile).to(tl.int32)
+
+
+@triton.jit
+def placed(a_ptr, c_ptr, N, F: tl.constexpr = (index,)):
+    place = F[0](a_ptr, tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)  # here
+    tl.store(c_ptr + place, tl.load(a_ptr + place))
+
+
+@triton.jit
+def counted(a_ptr, c_ptr, N: tl.constexpr):
+    for turn in range(N // 2):
+        place = (tl.program_id(0) + turn * 2) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(c_ptr + place, tl.load(a_ptr + place))  # here
 
 
 @triton.jit

@@ -298,6 +298,8 @@ BY_SOURCE = {
     "stores_after_its_loop": "this is outside of the loop over tiles",
     "read_when_increased": "tile is read after it was increased",
     "by_block_pointers": "the rows of a block pointer to a_ptr are unknown",
+    "of_a_part": "the rows of a descriptor that does not begin at a_ptr are unknown",
+    "by_blocks": r"where a tile of c_ptr lies, or whether it is stored, depends on memory: tl.load_tensor_descriptor\(",
     "by_position": "a_ptr is positional-only, which Triton's interpreter cannot pass: delete the /",
     "by_keyword": r"N is keyword-only, which Triton's interpreter cannot pass: delete the \*",
     "of_special_warps": "a loop of specialized warps cannot signal",
@@ -311,10 +313,13 @@ BY_LAUNCH = {
     "any_width": ((3,), {"BM": 64}, r"stores rows 0 to 1 and columns 0 to 31.*tile=\(2, 32\)"),
     "tuned": ((6,), {}, "none of the 2 configurations of triton.autotune computes that.*BM=8: .*BM=16: "),
     "all_rows": ((6,), {}, "the tile of rows 0 to 0 loads rows 0 to 5 of the input, and waits for its own rows only"),
+    "every_other_row": ((6,), {}, "the tile of rows 1 to 1 loads rows 2 to 2 of the input"),
+    "placed": ((6,), {}, "where a tile of c_ptr lies, or whether it is stored, depends on memory: index"),
+    "counted": ((2,), {}, "a program stores rows 0 to 4.* take them by `for tile in range"),
 }  # fmt: skip
 
 
-WAITING = ("by_block_pointers", "all_rows")
+WAITING = ("by_block_pointers", "of_a_part", "all_rows", "every_other_row")
 
 
 def place_of(name: str) -> str:
@@ -335,7 +340,7 @@ def refusal(name: str) -> str:
     kernel = ot.aligned(getattr(refused_kernels, name), "c_ptr", input)
     grid, given, _ = BY_LAUNCH[name]
     a, n = torch.ones(6, 32), 6
-    if name == "all_rows":
+    if name in WAITING:
         with overlap_torch.consume("all_gather", a, columns=32, tile=(1, 32)) as job:
             kernel[grid](job.gathered, torch.empty_like(a), n)
     else:
@@ -366,12 +371,15 @@ def of_another_module(a_ptr, c_ptr, tiles, L: tl.constexpr):
 
 @pytest.mark.ranks((2, "gloo"))
 def test_aligned_kernels_of_rare_forms_are_exact(failures: Failures) -> None:
-    """Loops that keep something from turn to turn, more programs than tiles, arguments by keyword, functions as arguments."""
+    """Loops that keep something from turn to turn, more programs than tiles, arguments by keyword, functions as arguments; in the
+    reverse order where it may be changed.
+    """
     ot, _ = kernels.aligned_and_stock()
     device = rank_device()
     rows = torch.arange(24 * 32.0, device=device).view(24, 32)
     forms = [
-        (odd_kernels.prefetched, 5, 5), (odd_kernels.counted_twice, 5, 5), (odd_kernels.first_turn, 5, 5),
+        (odd_kernels.aliased, 5, 5), (odd_kernels.by_step, 5, 5), (odd_kernels.by_functions, 24, 1),
+        (odd_kernels.awaits, 24, torch.zeros(25, dtype=torch.int32)), (odd_kernels.prefetched, 5, 5), (odd_kernels.counted_twice, 5, 5), (odd_kernels.first_turn, 5, 5),
         (odd_kernels.returns, 24, 1), (odd_kernels.returns, 30, 1), (odd_kernels.keywords, 24, 1),
         (of_another_module, 24, 1), (odd_kernels.by_argument, 24, odd_kernels.twice),
     ]  # fmt: skip
@@ -380,7 +388,12 @@ def test_aligned_kernels_of_rare_forms_are_exact(failures: Failures) -> None:
         right = torch.empty_like(rows)
         kernel[(programs,)](rows, right, 24, last)
         with overlap_torch.produce(
-            "all_reduce", rows.shape, rows.dtype, tile=(1, 32), chunks=3
+            "all_reduce",
+            rows.shape,
+            rows.dtype,
+            tile=(1, 32),
+            chunks=3,
+            tile_order=lambda m, n: range(m * n)[::-1],
         ) as job:
             job.output.fill_(float("nan"))
             aligned[(programs,)](rows, job.output, 24, last)
