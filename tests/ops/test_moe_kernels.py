@@ -1,4 +1,5 @@
-"""The CUDA kernels of a mixture of experts beside their compositions, on one GPU: bit for bit, and activations within rounding."""
+"""A mixture's CUDA kernels beside their compositions, on one GPU: bit for bit, and activations within rounding; and on CPU the
+activations' formulas."""
 
 from __future__ import annotations
 
@@ -98,6 +99,48 @@ GATES = [
     activation.Gate("gelu_tanh", limit=0.5),
     activation.Gate("relu", alpha=0.5, gated=False),
 ]
+
+
+MEANINGS = {
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "gelu": lambda x: x / 2 * (1 + torch.erf(x / 2**0.5)),
+    "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "relu": lambda x: torch.where(x > 0, x, 0),
+}
+
+
+def meant(gate: activation.Gate, form: str, both, bias, shares, offs) -> torch.Tensor:
+    """The formula of Gate's docstring."""
+    both = both + bias.repeat_interleave(offs.diff(prepend=offs.new_zeros(1)), 0)
+    other = None
+    if gate.gated:
+        both, other = (both[:, ::2], both[:, 1::2]) if form == "turns" else both.chunk(2, 1)
+    if gate.limit is not None:
+        both, other = both.clamp(max=gate.limit), other.clamp(-gate.limit, gate.limit)
+    value = MEANINGS[gate.name](gate.alpha * both) / gate.alpha
+    return shares * (value if other is None else value * (other + gate.offset))
+
+
+@pytest.mark.parametrize("form", ["halves", "turns", "pair"])
+@pytest.mark.parametrize("gate", [*GATES, activation.Gate("silu", 1.7, gated=False)], ids=str)
+def test_gates_are_what_they_mean(gate: activation.Gate, form: str) -> None:
+    """Values, gradients and second derivatives on CPU."""
+    torch.manual_seed(1)
+    offs = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    sizes = ((8, 12), (4, 12), (8, 1))
+    if not gate.gated:
+        form = "halves"
+    drawn = [torch.randn(size, dtype=torch.float64).requires_grad_() for size in sizes]
+    both, bias, shares = drawn
+    parts = both.chunk(2, 1) if form == "pair" else (both, None)
+    mine = _ops._moe_gate(*parts, bias, shares, offs, *gate.form(form == "turns"))
+    found = []
+    for value in (mine, meant(gate, form, both, bias, shares, offs)):
+        first = torch.autograd.grad((value**2).sum(), drawn, create_graph=True)
+        second = torch.autograd.grad(sum((one**2).sum() for one in first), drawn)
+        found.append([value, *first, *second])
+    for one, right in zip(*found, strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-9, atol=1e-9)
 
 
 def worst(mine: torch.Tensor, right: torch.Tensor) -> str | None:
