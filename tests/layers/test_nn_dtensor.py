@@ -324,3 +324,12 @@ def test_nn_parameters_serve_functional_transforms(failures: Failures) -> None:
 
     right = my_part(linear.weight.detach(), 0).sum(0).expand_as(input)
     failures.expect(difference(torch.func.grad(outputs)(input), right), "torch.func.grad")
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.ranks((2, "gloo"))
+def test_nn_parts_of_frozen_parameters_ask_for_no_gradient(failures: Failures, name: str) -> None:
+    layer = ColumnParallelLinear.from_linear(integer_linear(7, 5, True))
+    layer.get_parameter(name).requires_grad_(False)
+    asked = [part.requires_grad for part in local_parts(layer.weight, layer.bias)]
+    failures.equal(asked, [name != "weight", name != "bias"])

@@ -28,6 +28,7 @@ from checks import Failures, message_of
 from grids import where_each_pair_meets
 from layers import Linears, fill_with_integers, integers
 from operands import difference, rank_device
+from overlap_torch._layers.fp8 import RECIPES
 from rank_pool import whole_grids
 from traffic import Traffic, traffic_of
 
@@ -281,6 +282,26 @@ def test_parallel_prepared_input_has_a_second_derivative_by_other_readers(
     failures.expect(difference(first, 3 * mine.detach() ** 2), "first")
     (second,) = torch.autograd.grad(first.sum(), mine)
     failures.expect(difference(second, 6 * mine), "second")
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_prepared_input_is_read_ahead_by_layers_that_fit(failures: Failures) -> None:
+    """A reader with hooks on its gradients, of other features or with another recipe computes its output itself."""
+    changes = {
+        "hook": lambda reader: reader.register_full_backward_hook(lambda *_: None),
+        "pre-hook": lambda reader: reader.register_full_backward_pre_hook(lambda *_: None),
+        "features": lambda reader: setattr(reader, "in_features", 5),
+        "recipe": lambda reader: setattr(
+            reader, "place", reader.place._replace(recipe=RECIPES["rowwise"])
+        ),
+    }
+    for name, change in changes.items():
+        model = parallel(Reader(), Shard(1), True)
+        change(model.k)
+        prepare = next(iter(model._forward_pre_hooks.values()))
+        prepare(model, (meshes.cut(integers(2, 6, 6, seed=3), Shard(1)),), {})
+        ahead = [reader.ahead is not None for reader in (model.q, model.k, model.v)]
+        failures.equal(ahead, [True, False, True], name)
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))

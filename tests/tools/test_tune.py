@@ -289,6 +289,7 @@ DAMAGE = {
     "a list": lambda text: "[1, 2]",
     "no time": lambda text: edited(text, us=lambda us: ["x", *us[1:]]),
     "a time that is infinite": lambda text: edited(text, us=lambda us: [1e999, *us[1:]]),
+    "a time of 0": lambda text: edited(text, us=lambda us: [0.0, *us[1:]]),
     "a time too few": lambda text: edited(text, us=lambda us: us[1:]),
     "a choice that is none": lambda text: edited(text, chosen=lambda chosen: 99),
     "a plan that is none": lambda text: edited(text, plans=lambda plans: [[1, 2], *plans[1:]]),
@@ -338,6 +339,21 @@ def test_tune_on_a_full_disk_warns_and_remembers(failures: Failures, tmp_path: P
         failures.holds("No space left on device", message)
     dist.barrier()  # rank 0 takes its attempt away again
     failures.equal([file for file in tmp_path.rglob("*") if file.is_file()], [], "files")
+
+
+def test_tune_keeps_each_way_to_compute_a_weight_in_a_file_of_its_own() -> None:
+    scaled = [
+        ("float8_e4m3fn", "tensor_wise", "bfloat16", False),
+        ("float8_e4m3fn", "tensor_wise", "bfloat16", True),
+        ("float8_e4m3fn", "tensor_wise", "float16", False),
+        ("float8_e4m3fn", "row_wise", "bfloat16", False),
+        ("float8_e5m2", "tensor_wise", "bfloat16", False),
+    ]
+    problems = [Problem(64, 16, 8, dtype, 2, ALL[0], *rest) for dtype, *rest in scaled]
+    for invariance in ("none", "batch", "world"):
+        problems.append(Problem(64, 16, 8, "float32", 2, ALL[0], invariance=invariance))
+    files = _tuned_files.Files({})
+    assert len({files.path(one) for one in problems}) == len(problems)
 
 
 @pytest.mark.ranks((2, "gloo"))
