@@ -187,10 +187,10 @@ def is_gain(weight: Any, total: Node) -> bool:
 
 def _one_op(node: Node) -> Norm | None:
     """``aten._fused_rms_norm``, whose second result nothing reads."""
-    _, shape, weight, eps = (*node.args, None, None)[:4]
+    _, _, weight, eps = (*node.args, None, None)[:4]
     read = [user for user in node.users if user.users]
     whole = len(read) == 1 and read[0].target is operator.getitem and read[0].args[1] == 0
-    if not whole or len(shape) != 1 or eps is None:
+    if not whole or eps is None:
         return None
     others = [user for user in node.users if user is not read[0]]
     return Norm(weight, eps, 0.0, False, (node, *others, read[0]))

@@ -32,11 +32,11 @@ def group_mesh(group: str, device_type: str) -> DeviceMesh:
 
     It is the user's mesh over the group, or a named one over the same ranks, if there is one; else this module makes it.
     """
-    process_group = _resolve_process_group(group)
-    ranks = dist.get_process_group_ranks(process_group)
     mesh = _meshes.get((group, device_type))
     # After process groups were destroyed and made again, a name may belong to another group.
-    if mesh is None or _group_of(mesh) is None or mesh.mesh.tolist() != ranks:
+    if mesh is None or _group_of(mesh) is None:
+        process_group = _resolve_process_group(group)
+        ranks = dist.get_process_group_ranks(process_group)
         mesh = _users_mesh(process_group, ranks, device_type)
         if mesh is None:
             mesh = DeviceMesh.from_group(process_group, device_type)

@@ -199,6 +199,8 @@ def test_layers_over_the_same_ranks_have_one_mesh(
         return make.from_linear(integer_linear(8, 8, True), group=group)
 
     twin = dist.new_group(list(range(dist.get_world_size())))
+    grid = torch.tensor([[7, 8], [9, 10]])
+    others = DeviceMesh(kind, grid, mesh_dim_names=("a", "b"), _init_backend=False)
     model = torch.nn.Sequential(layer(first, False), layer(second, True)).to(rank_device())
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     whole = torch.nn.Sequential(*(integer_linear(8, 8, True) for _ in range(2)))
@@ -212,6 +214,7 @@ def test_layers_over_the_same_ranks_have_one_mesh(
     failures.equal(one, other, first, second)
     if made:
         failures.equal(one, made[0], first, second)
+    del others  # a mesh of other ranks disturbs no search
 
 
 def step(layers: torch.nn.Module, input: torch.Tensor, right: float) -> str | None:
