@@ -176,8 +176,8 @@ class Job:
         return self._prepared.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _check_tiles(self, call) -> None:
-        """On CPU, and under OVERLAP_DEBUG=1: raises unless each tile was signalled once; then sets the chunks' counters, which the kernel did
-        not see."""
+        """On CPU, and under OVERLAP_DEBUG=1: raises unless each tile was signalled once; then sets the chunks' counters, which
+        the kernel did not see."""
         wrong = [
             f"({tile // self.columns}, {tile % self.columns}) {'never' if count == 0 else f'{count} times'}"
             for tile, count in enumerate(self._debug.tolist())
