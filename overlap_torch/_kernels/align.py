@@ -32,7 +32,8 @@ class Alignment:
 
     ``tables`` are the names of the first parameters: order, chunks, and counters or flags. ``never`` are the parameters
     that must be false, ``called`` those that are called, with their lines. ``in_order``: a turn of the loop over tiles reads
-    what an earlier one left, or a program awaits another one, so programs keep their tiles. ``loops``: it has such a loop. ``ot`` is the name of :mod:`overlap_torch.triton`.
+    what an earlier one left, or a program awaits another one, so programs keep their tiles. ``loops``: it has such a loop.
+    ``ot`` is the name of :mod:`overlap_torch.triton`.
     """
 
     before: Source

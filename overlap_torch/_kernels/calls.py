@@ -32,8 +32,8 @@ class _Kept(dict[tuple, Prepared]):
 
     def add(self, call: tuple, prepared: Prepared) -> Prepared:
         if len(self) >= _MOST:
-            old = [(one, self.pop(one)) for one in list(self)[: _MOST // 2]]
-            for device in {job.device for _, job in old if job.on_gpu}:
+            old = [self.pop(one) for one in list(self)[: _MOST // 2]]
+            for device in {job.device for job in old if job.on_gpu}:
                 torch.cuda.synchronize(device)  # kernels on any stream may read the tables
         self[call] = prepared
         return prepared

@@ -189,7 +189,7 @@ def root(node: ast.AST) -> str | None:
     return getattr(node, "id", None)
 
 
-def first_of(call: ast.Call, *names: str) -> ast.expr:
+def first_argument(call: ast.Call, *names: str) -> ast.expr:
     """The first argument, by place or by one of the names."""
     return (
         call.args[0] if call.args else next(one.value for one in call.keywords if one.arg in names)
@@ -329,7 +329,7 @@ class Followed:
         elif among(callee, _PASSES):
             if callee is tl.make_block_ptr:
                 self.unknown = node, "a block pointer to {}"
-            elif callee is _DESCRIBES and not self._is_whole(first_of(node, "base")):
+            elif callee is _DESCRIBES and not self._is_whole(first_argument(node, "base")):
                 self.unknown = node, "a descriptor that does not begin at {}"
             return True
         elif callee is not isinstance and not among(callee, _HARMLESS):

@@ -23,7 +23,7 @@ from overlap_torch._kernels.follow import (
     Unfollowed,
     among,
     bound,
-    first_of,
+    first_argument,
     function_of,
     reads,
     remembers,
@@ -191,7 +191,7 @@ class _Slice:
         keywords = [one for one in call.keywords if one.arg not in ("value", "pointer", "offsets")]
         if self.source.meaning(call.func) is tl.store:
             value = ast.BinOp(_name(self.tile), ast.Add(), ast.Constant(1))
-            place = first_of(call, "pointer")
+            place = first_argument(call, "pointer")
             return ast.Expr(ast.Call(call.func, [place, value, *call.args[2:]], keywords))
         descriptor, place = self._block(call)
         value = _expression("_probe_block", descriptor, _name(self.tile)).value
@@ -222,7 +222,12 @@ class _Slice:
         if isinstance(mask, ast.Constant) and mask.value is None:
             mask = ast.Constant(True)
         return _expression(
-            "_probe_load", first_of(call, "pointer"), mask, _name(_INPUT), _name(_COLUMNS), *end
+            "_probe_load",
+            first_argument(call, "pointer"),
+            mask,
+            _name(_INPUT),
+            _name(_COLUMNS),
+            *end,
         )
 
     def _helper(self, call: ast.Call, function: object) -> ast.stmt:

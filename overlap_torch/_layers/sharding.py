@@ -101,8 +101,12 @@ def cut_end(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 def gather_parts(part: torch.Tensor, dim: int, sizes: Sequence[int], group: str) -> torch.Tensor:
     """All ranks' parts, put together along `dim`, in which they have these sizes. A collective call."""
     padded = pad_end(part, dim, max(sizes) - part.shape[dim])
-    gathered = wait(start_all_gather(padded.unsqueeze(0), group))
-    return torch.cat([gathered[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
+    return _joined(wait(start_all_gather(padded.unsqueeze(0), group)), dim, sizes)
+
+
+def _joined(padded: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """The ranks' parts [ranks, ...], each without its padding, one after the other along `dim` of a part."""
+    return torch.cat([padded[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
 
 
 class _Placed(TransformedFunction):
@@ -190,14 +194,8 @@ class GatherFeatures(_PlacedFeatures):
         pairs = zip(parts, largest, strict=True)
         padded = [pad_end(part, -1, size - part.shape[-1]) for part, size in pairs]
         gathered = wait(start_all_gather(side_by_side(padded).unsqueeze(0), group))
-        of_weights = gathered.split(largest, dim=-1)
-        return tuple(
-            torch.cat(
-                [of[r].narrow(-1, 0, own) for r, own in enumerate(shard_sizes(size, world_size))],
-                dim=-1,
-            )
-            for of, size in zip(of_weights, sizes, strict=True)
-        )
+        pairs = zip(gathered.split(largest, dim=-1), sizes, strict=True)
+        return tuple(_joined(of, -1, shard_sizes(size, world_size)) for of, size in pairs)
 
     @staticmethod
     def backward(ctx, *grads: Gradient) -> tuple[Gradient, ...]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from overlap_torch._attention.functions import context_parallel_attention
 from overlap_torch._ops.handles import Handle, Held
 from overlap_torch.integrations._release import require
+from overlap_torch.integrations._serving import first_of
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
 
 require("diffusers", ("0.42",), "diffusers")
@@ -35,6 +36,7 @@ _KERNELS = {
     "_cudnn_attention_forward_op": "cudnn",
     "_native_flash_attention_forward_op": "flash",
 }
+_OTHER = "a backend that is not PyTorch's"
 _before: dict[str, Callable[..., Any]] = {}
 _calls: Counter[str] = Counter()
 
@@ -110,28 +112,29 @@ def _attend(
     """[B, T, H, D], this rank's tokens, as diffusers' own function."""
     config = _parallel_config.context_parallel_config
     group = config._flattened_mesh.get_group()
-    anything = config.ulysses_anything or config.ring_anything
-    # Ranks decide alike, and so by all ranks' numbers.
-    sides = (query.shape[1], key.shape[1])
-    lengths = [gather_size_by_comm(side, group) if anything else side for side in sides]
-    own = forward_op.__name__ in _KERNELS
-    kernel = _KERNELS[forward_op.__name__] if own else _kernel_of(forward_op)
-    why = ""
-    if attn_mask is not None:
-        why = "a mask"
-    elif dropout_p != 0.0:
-        why = "dropout"
-    elif return_lse:
-        why = "sums of exponentials are returned"
-    elif lengths[0] != lengths[1]:
-        why = "keys of another length than queries"
-    elif not own and is_dynamo_compiling():
-        why = "a backend that is not PyTorch's, compiled"
-    elif not own and (is_causal or query.shape[2] != key.shape[2]):
-        why = "a backend that is not PyTorch's, causal or with groups of heads"
-    elif not own and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        why = "a backend that is not PyTorch's, with gradients"
-    if not is_dynamo_compiling():
+    compiles, ours = is_dynamo_compiling(), forward_op.__name__ in _KERNELS
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    grouped = query.shape[2] != key.shape[2]
+    # Ranks decide alike: all of them have a mask, say, or none.
+    why = first_of(
+        (
+            (attn_mask is not None, "a mask"),
+            (dropout_p != 0.0, "dropout"),
+            (return_lse, "sums of exponentials are returned"),
+            (not ours and compiles, f"{_OTHER}, compiled"),
+            (not ours and (is_causal or grouped), f"{_OTHER}, causal or with groups of heads"),
+            (not ours and needs_grad, f"{_OTHER}, with gradients"),
+        )
+    )
+    tokens: str | list[int] = "contiguous"
+    if not why:
+        queries, keys = query.shape[1], key.shape[1]
+        if config.ulysses_anything or config.ring_anything:
+            queries, keys = (gather_size_by_comm(side, group) for side in (queries, keys))
+            tokens = queries
+        if queries != keys:
+            why = "keys of another length than queries"
+    if not compiles:
         _calls[why] += 1
     if why:
         return _before[_ATTENTION](
@@ -154,8 +157,8 @@ def _attend(
         value,
         causal=is_causal,
         scale=scale,
-        tokens=lengths[0] if anything else "contiguous",
-        kernel=kernel,
+        tokens=tokens,
+        kernel=_KERNELS[forward_op.__name__] if ours else _kernel_of(forward_op),
         group=group,
     )
 

@@ -184,12 +184,16 @@ def test_kernels_run_by_plans(failures: Failures) -> None:
         failures.equal(job.plan, chosen, label)
 
 
+def fill(job: overlap_torch.Job) -> None:
+    """Ones in all tiles of an entered job, each of them signalled."""
+    job.output.fill_(1)
+    for tile in job.tile_order.tolist():
+        job.counters[job.tile_chunk[tile]] += 1
+
+
 def made_by_hand(**given: object) -> overlap_torch.Job:
-    """A job with ones in all tiles, each of them signalled."""
     with overlap_torch.produce("all_reduce", (64, 8), torch.float32, tile=(16, 8), **given) as job:
-        job.output.fill_(1)
-        for tile in job.tile_order.tolist():
-            job.counters[job.tile_chunk[tile]] += 1
+        fill(job)
     return job
 
 
@@ -506,9 +510,7 @@ def test_kernels_are_planned_without_memory_for_their_stores(failures: Failures)
         taken = collective.STRIPES if has_memory else collective.ALL_REDUCE
         failures.equal(job.plan.collective, taken, has_memory)
         with job:
-            job.output.fill_(1.0)
-            for tile in job.tile_order.tolist():
-                job.counters[job.tile_chunk[tile]] += 1
+            fill(job)
         failures.expect_equal(job.result(), torch.full((64, 8), 2.0), has_memory)
 
 

@@ -308,8 +308,8 @@ void check_histories() {
   Ranks& apart = *new Ranks(2);
   apart.call(1, 1, 40, 33);
   apart.histories[1]->publish();
-  for (int64_t number = 20; number <= 21;
-       ++number) {  // rank 0 has ended its first look when it publishes again
+  // Rank 0 has ended its first look when it publishes again.
+  for (int64_t number = 20; number <= 21; ++number) {
     apart.call(0, number == 20 ? 1 : number, number);
     expect_soon(
         [&] {

@@ -51,8 +51,7 @@ void bind_orders(py::module_& m) {
       },
       py::arg("plan"), py::arg("columns"), py::arg("rank"),
       "(arrival, column, whether of the rank's own input, input row, output part, tile row in it) "
-      "of each "
-      "tile of a weight with these columns, in the order of the rank's GEMM.");
+      "of each tile of a weight with these columns, in the order of the rank's GEMM.");
   m.def(
       "ring_tiles",
       [](int32_t parts, int32_t part_tile_rows, int32_t tiles_n, int32_t round_rows) {
