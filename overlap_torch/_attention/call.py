@@ -24,7 +24,7 @@ from overlap_torch._attention.peers import (
     PeerExchange,
     Route,
     cut_heads,
-    operands_of,
+    kept_of,
     places_of,
     route_of,
 )
@@ -46,6 +46,7 @@ class Attention:
         group: the group's name.
         rank: this one.
         chunks: the number of chunks of heads that copy engines bring; 0: the group's collectives bring all heads at once.
+        copies_back: copy engines bring the gradients, too.
         keeps: backward will follow.
     """
 
@@ -58,12 +59,13 @@ class Attention:
         group: str,
         rank: int,
         chunks: int = 0,
+        copies_back: bool = False,
         keeps: bool = True,
     ) -> None:
         self.problem, self.kernel, self.form, self.scale = problem, kernel, form, scale
         self.group, self.is_built_in = group, isinstance(kernel, str)
         self.share: Share = share_of(problem, rank)
-        self.by_copies, self.keeps = chunks > 0, keeps
+        self.by_copies, self.copies_back, self.keeps = chunks > 0, copies_back, keeps
         part = (len(self.share.heads), len(self.share.kv_heads))
         self.chunks: tuple[Chunk, ...] = cut_heads(*part, max(chunks, 1))
         self._text = self._said("an attention")
@@ -79,6 +81,7 @@ class Attention:
         mask = f"left {problem.left}, right {problem.right}, documents {said}"
         cut = f"tokens {[*problem.numbers]}{' in a zigzag' if problem.zigzag else ''}, head parts {problem.parts}"
         by = f", {len(self.chunks)} chunks over peers" if self.by_copies else ""
+        by += ", gradients too" if self.copies_back else ""
         name = kernels_of(self.kernel)[0].name
         return f"{what} by {name}, {mask}, {cut}{by}, scale {self.scale}, batch, heads and sizes"
 
@@ -124,6 +127,12 @@ class Attention:
         """The heads of this rank's part."""
         return [one[self.share.heads.start : self.share.heads.stop] for one in per_head]
 
+    def _of_chunk(self, per_head: Tensors, chunk: Chunk) -> Tensors:
+        """The heads of a chunk of this rank's part."""
+        first = self.share.heads.start
+        run = slice(first + chunk.heads.start, first + chunk.heads.stop)
+        return [one[run] for one in per_head]
+
     def whole(self, tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """The gradient of a tensor of `per_head` by that of this rank's heads."""
         found = torch.zeros_like(tensor)
@@ -142,7 +151,7 @@ class Attention:
         ``kernel``: the caller's."""
         self._compare(self._text, q)
         if self.by_copies:
-            return self._forward_by_copies(q, k, v, kernel)
+            return self._forward_by_copies(q, k, v, per_head, kernel)
         exchange = self.exchange
         came = exchange.start_in(q, k, v)()
         q, k, v = exchange.heads(came, q, k, v)
@@ -155,7 +164,12 @@ class Attention:
         return result, [*(came if self._keeps_keys else came[:1]), o], saved
 
     def _forward_by_copies(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        per_head: Tensors,
+        kernel: AttentionKernel | None,
     ):
         """As `forward`. It keeps for backward what came, in one dim, and each chunk's output."""
         gathers, outputs, saved, kept = self.problem.parts == 1, [], [], []
@@ -167,15 +181,17 @@ class Attention:
             for c, (chunk, calls) in enumerate(self._calls_by(kernel)):
                 came = exchange.came(c)
                 heads = (_part(q, 2, chunk.heads), *came) if gathers else came
-                o, states = _attend(calls, *heads)
+                o, states = _attend(calls, *heads, self._of_chunk(per_head, chunk))
+                if kernel is not None:
+                    o, states = tree_map(exchange.owned, (o, states))
                 outputs.append(o)
-                saved += states if kernel is None else tree_map(exchange.owned, states)
+                saved += states
                 if not gathers:
                     exchange.send_home(c, o)
             if gathers:
                 return torch.cat(outputs, 2) if len(outputs) > 1 else o.contiguous(), [], saved
             if self.keeps:
-                size = places_of(route, rank).came_bytes // route.item
+                size = places_of(route, rank).kept_bytes // route.item
                 kept = [exchange.slot[:size].clone(), *outputs]
             return exchange.results()[0], kept, saved
 
@@ -194,7 +210,7 @@ class Attention:
         result = q.new_empty((*q.shape[:3], form.value_width))
         if not self.kept:
             return result, [], saved
-        came = q.new_empty(places_of(route, rank).came_bytes // route.item)
+        came = q.new_empty(places_of(route, rank).kept_bytes // route.item)
         return result, [came, *outputs], saved
 
     def wanted(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> list:
@@ -228,16 +244,15 @@ class Attention:
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of this rank's q, k and v, and of its slices of per_head. q, k, v and o are as `wanted` leaves them."""
         self._compare(self._text_of_gradients, grad)
-        laid = self.by_copies and self._keeps_keys
-        if laid and self.problem.kv_heads % self.problem.parts == 0:
-            return self._backward_by_copies(grad, kept, saved, kernel)
+        if self.copies_back:
+            return self._backward_by_copies(grad, q, k, v, o, kept, saved, per_head, kernel)
         exchange = self.exchange
         *came, o = kept or [o]
         again = None if self._keeps_keys else exchange.start_in(None, k, v)
         grad = exchange.start_grad(grad)()
         # Here a part has one key head. Its gradient has terms of several ranks, which are summed once: there is one chunk.
-        if laid:
-            q, k, v = operands_of(self.route, self.share.rank, 0, came[0])
+        if self.by_copies and self._keeps_keys:
+            q, k, v = kept_of(self.route, self.share.rank, 0, came[0])
         else:
             q, k, v = exchange.heads(came if again is None else [*came, *again()], q, k, v)
         own, saved, found = self._own(per_head), iter(saved), []
@@ -255,27 +270,52 @@ class Attention:
     def _backward_by_copies(
         self,
         grad: torch.Tensor,
+        q: torch.Tensor | None,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        o: torch.Tensor | None,
         kept: Tensors,
         saved: Sequence[Any],
+        per_head: Tensors,
         kernel: AttentionKernel | None,
     ) -> tuple[torch.Tensor, ...]:
-        came, *outputs = kept
-        rank, states = self.share.rank, iter(saved)
+        """As `backward`, whose order of operands is q, k and v: what was kept comes before what comes again."""
+        route, rank, states = self.route_back, self.share.rank, iter(saved)
+        gathers, for_q, more = self.problem.parts == 1, [], []
         if _is_fake(grad):
-            route, rows = self.route, grad.shape[:2]
-            return tuple(
-                grad.new_empty((*rows, route.all_heads(one), one.width)) for one in route.sent
-            )
-        with PeerExchange(
-            self.route_back, rank, grad, self.group, self._text_of_gradients
-        ) as exchange:
-            exchange.send(grad)
-            for c, (_, calls) in enumerate(self._calls_by(kernel)):
-                operands = operands_of(self.route, rank, c, came)
-                (arrived,) = exchange.came(c)
-                grads, _ = _differentiate(calls, arrived, *operands, outputs[c], states)
+            return self._fake_backward(grad)
+        with PeerExchange(route, rank, grad, self.group, self._text_of_gradients) as exchange:
+            again = () if self._keeps_keys else (k, v)
+            exchange.send(*(again if gathers else (grad, *again)))
+            for c, (chunk, calls) in enumerate(self._calls_by(kernel)):
+                came = exchange.came(c)
+                if gathers:
+                    own, query, result = (_part(one, 2, chunk.heads) for one in (grad, q, o))
+                    operands = (own, query, *came, result)
+                else:
+                    arrived, *keys = came
+                    first = kept_of(self.route, rank, c, kept[0])
+                    operands = (arrived, *first, *keys, kept[1 + c])
+                slices = self._of_chunk(per_head, chunk)
+                grads, others = _differentiate(calls, *operands, states, slices)
+                more.append(others or [torch.zeros_like(one) for one in slices])
+                if gathers:
+                    dq, *grads = grads
+                    for_q.append(dq if kernel is None else exchange.owned(dq))
                 exchange.send_home(c, *grads)
-            return tuple(exchange.results())
+            found = exchange.results()
+        if gathers:
+            found.insert(0, torch.cat(for_q, 2) if len(for_q) > 1 else for_q[0])
+        return *found, *(torch.cat(slices) for slices in zip(*more, strict=True))
+
+    def _fake_backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The shapes of `_backward_by_copies`."""
+        problem, form, rows = self.problem, self.form, grad.shape[:2]
+        return (
+            grad.new_empty((*rows, problem.heads, form.width)),
+            grad.new_empty((*rows, problem.kv_heads, form.width)),
+            grad.new_empty((*rows, problem.kv_heads, form.value_width)),
+        )
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:

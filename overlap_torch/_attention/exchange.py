@@ -65,6 +65,20 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def sums_of_terms(result: torch.Tensor, terms: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
+    """``result`` [B, T, H, D], filled with sums of the ranks' terms [B, T, heads of their part, D]: in float32 (float64 of float64), in rank order."""
+    sums: dict[range, torch.Tensor] = {}
+    for rank, term in enumerate(terms):
+        heads = part_of(result.shape[2], parts, rank % parts)
+        if heads in sums:
+            sums[heads] += term
+        else:
+            sums[heads] = term.to(accumulated(term.dtype), copy=True)
+    for heads, total in sums.items():
+        result[:, :, heads.start : heads.stop] = total
+    return result
+
+
 class _Runs:
     """Runs of ranks' rows in order of positions, and the same in order of ranks."""
 
@@ -283,9 +297,7 @@ class Exchange:
         totals = []
         for at, width in places:
             shape = (self.batch, self.own, problem.kv_heads, width)
-            totals.append(arrived.new_zeros(shape, dtype=wide))
-            for rank, term in enumerate(terms):
-                its = part_of(problem.kv_heads, problem.parts, rank % problem.parts)
-                own = _heads_of(term, self.columns[rank] - at, heads, width)
-                totals[-1][:, :, its.start : its.stop] += own
-        return [one.to(arrived.dtype) for one in totals]
+            pairs = zip(terms, self.columns, strict=True)
+            own = [_heads_of(term, columns - at, heads, width) for term, columns in pairs]
+            totals.append(sums_of_terms(arrived.new_empty(shape), own, problem.parts))
+        return totals

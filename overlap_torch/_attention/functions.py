@@ -222,25 +222,41 @@ def choose_chunks(problem: Problem, form: Form, backward: bool) -> int:
 
 def _refused_by_peers(wanted: tuple, backward: bool, problem: Problem, form: Form) -> str:
     """The reason why copies between peers do not carry a call, on every rank alike; "" if they do."""
-    _, chunks, per_head = wanted
+    transport, chunks, per_head = wanted
     if problem.ranks == 1:
         return "one rank"
-    if per_head:
-        return "per_head"
+    # Nobody has timed these over peers: only a caller chooses them.
+    untimed = "per_head" if per_head else ""
+    if problem.parts not in (1, problem.ranks):
+        untimed = f"head parts of {problem.parts} on {problem.ranks} ranks"
+    if untimed and transport != "peer":
+        return untimed
     count = 1 if chunks is None else chunks
     most = _most_chunks(problem, backward)
     if not 1 <= count <= most:
         return f"chunks={chunks}: its parts of {problem.parts} allow 1 to {most}"
+    why = _refused_route(problem, form, count, False)
+    return _refused_route(problem, form, count, True) if untimed and backward and not why else why
+
+
+def _refused_route(problem: Problem, form: Form, count: int, backward: bool) -> str:
     share = share_of(problem, 0)
     cut = cut_heads(len(share.heads), len(share.kv_heads), count)
-    return takes(route_of(problem, cut, form, False))
+    return takes(route_of(problem, cut, form, backward))
+
+
+def _copies_bring_gradients(asked: bool, problem: Problem, form: Form, count: int) -> bool:
+    """True if a call over peers has its gradients over peers, too. Without terms to add up that was timed; else a caller asks."""
+    whole = problem.parts == problem.ranks and problem.kv_heads % problem.parts == 0
+    return (asked or whole) and not _refused_route(problem, form, count, True)
 
 
 @constant_in_graphs
 def _chunks(
     wanted: tuple, backward: bool, device: torch.device, reached: bool, problem: tuple, form: tuple
-) -> tuple[int, str]:
-    """The chunks over peers, or 0 for the group's collectives and why; a compiler takes both as they are."""
+) -> tuple[int, bool, str]:
+    """The chunks over peers, or 0 for the group's collectives; whether gradients go over peers, too; and why peers do not carry the
+    call. A compiler takes all as they are."""
     problem, form = Problem(*problem), Form(*form)
     transport, chunks, _ = wanted
     if transport not in (None, "peer", "nccl"):
@@ -250,15 +266,17 @@ def _chunks(
             raise ValueError(
                 f"chunks={chunks} travel over peers, but the group's collectives carry this call; give transport='peer', or leave chunks out"
             )
-        return 0, f"calls on {device.type}" if transport is None else "transport='nccl'"
+        return 0, False, f"calls on {device.type}" if transport is None else "transport='nccl'"
     why = _refused_by_peers(wanted, backward, problem, form)
     if not why and not reached:
         why = f"calls on {device}: the ranks do not map each other's memory (python -m overlap_torch doctor says why)"
     if why and (transport == "peer" or chunks is not None):
         raise ValueError(f"copies between peers do not carry {why}; leave transport and chunks out")
     if why:
-        return 0, why
-    return choose_chunks(problem, form, backward) if chunks is None else chunks, ""
+        return 0, False, why
+    count = choose_chunks(problem, form, backward) if chunks is None else chunks
+    back = backward and _copies_bring_gradients(transport == "peer", problem, form, count)
+    return count, back, ""
 
 
 def chunks_over_peers(problem: Problem, form: Form, device: torch.device, group: str) -> int:
@@ -328,8 +346,8 @@ def context_parallel_attention(
             ``"cudnn"``, ``"cpu"`` or ``"masked"``: that one or an error. An :class:`AttentionKernel`; or a function
             ``(q, k, v, work) -> o``, which autograd differentiates, by a second call in backward. A function gets no ``window``.
         per_head: tensors [H, ...], such as sinks or slopes, the same on all ranks; your kernel gets the slices of its heads in ``work.per_head``.
-        transport: ``"peer"`` (ranks of one host that map each other's memory, ``head_parts`` of 1 or all, no ``per_head``) or ``"nccl"``
-            (the group's collectives, gloo's too). None: peers where they carry the call.
+        transport: ``"peer"`` (ranks of one host that map each other's memory) or ``"nccl"`` (the group's collectives, gloo's too). None: peers
+            where they carry the call, with ``head_parts`` of 1 or all and without ``per_head``; gradients with all head parts only.
         chunks: over peers, how many runs of heads travel one after the other: at most the key/value heads of a part, or, of one such head
             without gradients, its query heads. None: chosen.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
@@ -387,8 +405,8 @@ def context_parallel_attention(
     given = _given(asked, chosen, name, q, k, v, per_head)
     if not is_dynamo_compiling():
         return ops.call(_noted(name, _known_attention(*given)), q, k, v)
-    problem, form, scale, (by, _) = _problem(*given)
-    how = ops.arguments(problem, chosen, scale, name, by, given[-1])
+    problem, form, scale, (*by, _) = _problem(*given)
+    how = ops.arguments(problem, chosen, scale, name, *by, given[-1])
     return torch.ops.overlap.context_parallel_attention(q, k, v, *how)[0]
 
 
@@ -410,8 +428,8 @@ def _problem(
     name: str,
     place: tuple[int, int, bool],
     backward: bool,
-) -> tuple[Problem, tuple, float, tuple[int, str]]:
-    """The problem that all ranks know, its form, the scale, and the chunks over peers, or 0 for the group's collectives and why.
+) -> tuple[Problem, tuple, float, tuple[int, bool, str]]:
+    """The problem that all ranks know, its form, the scale, and what `_chunks` finds.
 
     Arguments that do not fit raise.
     """
@@ -439,8 +457,8 @@ def _problem(
 def _known_attention(*given) -> tuple[Attention, str]:
     """The calls with these arguments, and why peers do not carry them. A group that has gone may have left its name, in which this rank is another, but nothing else."""
     *_, kernel, name, (_, rank, _), backward = given
-    problem, form, scale, (by, why) = _problem(*given)
-    return ops.known(problem, kernel, Form(*form), scale, name, rank, by, backward), why
+    problem, form, scale, (*by, why) = _problem(*given)
+    return ops.known(problem, kernel, Form(*form), scale, name, rank, *by, backward), why
 
 
 def _noted(name: str, known: tuple[Attention, str]) -> Attention:

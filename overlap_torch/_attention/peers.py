@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from overlap_torch._attention.exchange import sums_of_terms
 from overlap_torch._attention.kernels import Form
 from overlap_torch._attention.work import Problem, Rows, part_of, share_of
 
@@ -96,53 +97,81 @@ class Route:
         run = chunk.of(kind.queries)
         return len(run) * kind.width * self.item
 
+    def adds_up(self, kind: Kind) -> bool:
+        """True if a returned head has a term of several ranks, which its rows' rank adds up."""
+        whole = self.problem.parts == self.problem.ranks
+        return not kind.queries and not (whole and self.problem.kv_heads % self.problem.parts == 0)
+
 
 def route_of(problem: Problem, chunks: tuple[Chunk, ...], form: Form, backward: bool) -> Route:
-    """The exchange of an attention, forward or backward; with head parts of 1 queries stay, and so do results."""
+    """The exchange of an attention, forward or backward; with head parts of 1 queries stay, and so do results.
+
+    Keys and values go to the kernels again in backward, unless each rank has kept its part of them.
+    """
     query, value = Kind(True, form.width), Kind(True, form.value_width)
     keys = (Kind(False, form.width), Kind(False, form.value_width))
-    moves: tuple[tuple[Kind, ...], ...] = ((query, *keys), (value,))
+    here, home = (query, *keys), (value,)
     if backward:
-        moves = ((value,), (query, *keys))
-    elif problem.parts == 1:
-        moves = (keys, ())
+        here, home = (value, *(keys if problem.parts < problem.ranks else ())), (query, *keys)
+    moves = (here, home)
+    if problem.parts == 1:
+        moves = tuple([tuple([kind for kind in kinds if not kind.queries]) for kinds in moves])
     return Route(problem, chunks, form.batch, form.dtype.itemsize, *moves)
+
+
+class Place(NamedTuple):
+    """Where rows lie one after the other in a slot: the first, and bytes from one to the next."""
+
+    begin: int
+    stride: int
 
 
 class Places(NamedTuple):
     """Where regions begin in a rank's slot."""
 
     came: dict[tuple[int, int], int]  # by chunk and number of the tensor: [B, rows, heads, width]
-    # By sender, chunk and number: [B, own tokens, heads, width].
-    home: dict[tuple[int, int, int], int]
-    came_bytes: int
+    # By sender, chunk and number: a chunk's heads of [B, own tokens, heads, width].
+    home: dict[tuple[int, int, int], Place]
+    kept_bytes: int  # of what came first and backward reads again
     bytes: int
 
 
 @functools.lru_cache(maxsize=512)
 def places_of(route: Route, rank: int) -> Places:
-    at, came, home = 0, {}, {}
+    problem, chunks, at = route.problem, route.chunks, 0
+    came: dict[tuple[int, int], int] = {}
+    home: dict[tuple[int, int, int], Place] = {}
 
-    def region(rows: int, kind: Kind, chunk: Chunk) -> int:
+    def region(rows: int, row_bytes: int) -> int:
         nonlocal at
         begin = at
-        size = route.batch * rows * route.row_bytes(kind, chunk)
-        at += (size + _ALIGN - 1) // _ALIGN * _ALIGN
+        at += (route.batch * rows * row_bytes + _ALIGN - 1) // _ALIGN * _ALIGN
         return begin
 
-    for c, chunk in enumerate(route.chunks):
-        for i, kind in enumerate(route.sent):
-            if kind.queries or chunk.brings_keys:
-                came[c, i] = region(route.rows(kind, rank), kind, chunk)
-            else:
-                came[c, i] = came[c - 1, i]
-    came_bytes = at
+    for queries in (True, False):
+        for c, chunk in enumerate(chunks):
+            for i, kind in enumerate(route.sent):
+                if kind.queries is not queries:
+                    continue
+                if kind.queries or chunk.brings_keys:
+                    came[c, i] = region(route.rows(kind, rank), route.row_bytes(kind, chunk))
+                else:
+                    came[c, i] = came[c - 1, i]
+        if queries or problem.parts == problem.ranks:
+            kept_bytes = at
+    own = problem.numbers[rank]
     for i, kind in enumerate(route.returned):
         for sender in route.partners(kind, rank):
-            for c, chunk in enumerate(route.chunks):
-                if sender != rank:
-                    home[sender, c, i] = region(route.problem.numbers[rank], kind, chunk)
-    return Places(came, home, came_bytes, at)
+            widths = [route.row_bytes(kind, chunk) for chunk in chunks]
+            if route.adds_up(kind):  # the chunks' heads beside each other, its own ones too
+                begin, whole = region(own, sum(widths)), sum(widths)
+                for c, width in enumerate(widths):
+                    home[sender, c, i] = Place(begin, whole)
+                    begin += width
+            elif sender != rank:
+                for c, width in enumerate(widths):
+                    home[sender, c, i] = Place(region(own, width), width)
+    return Places(came, home, kept_bytes, at)
 
 
 @functools.lru_cache(maxsize=128)
@@ -250,8 +279,9 @@ def returning(route: Route, rank: int, c: int, strides: tuple[Strides, ...]) -> 
             for batch in range(route.batch):
                 for at, begin, count in _runs(route.order(kind, rank), peer):
                     source = batch * strides[i].batch + at * strides[i].row
-                    to = place + (batch * tokens + begin) * width
-                    row = [i + 1, source, strides[i].row, peer, to, width, width, count, step, lane]
+                    to = place.begin + (batch * tokens + begin) * place.stride
+                    row = [i + 1, source, strides[i].row, peer, to, place.stride, width, count]
+                    row += [step, lane]
                     pushes.append(row)
     return _table(pushes, _PUSHED)
 
@@ -262,27 +292,30 @@ def gathering(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies into a rank's results: of its own rows from each chunk's results, and of the others' from its slot.
 
-    The bases: the results, a tensor for each kind, and after them each chunk's.
+    The bases: the results, a tensor for each kind, and after them each chunk's. Own terms of what is added up go into the slot, too.
     """
     own, others, kinds = [], [], route.returned
-    tokens = route.problem.numbers[rank]
+    tokens, home = route.problem.numbers[rank], places_of(route, rank).home
     for i, kind in enumerate(kinds):
         whole, head = route.all_heads(kind) * kind.width * route.item, kind.width * route.item
         for sender in route.partners(kind, rank):
             for c, chunk in enumerate(route.chunks):
                 width = route.row_bytes(kind, chunk)
                 first = (route.heads(kind, sender).start + chunk.of(kind.queries).start) * head
-                if sender != rank:
-                    place = places_of(route, rank).home[sender, c, i]
+                to = (i + 1, first, whole)
+                if route.adds_up(kind):
+                    to = (0, *home[sender, c, i])
+                elif sender != rank:
                     rows = route.batch * tokens
-                    others.append([0, place, width, i + 1, first, whole, width, rows])
+                    others.append([0, *home[sender, c, i], *to, width, rows])
+                if sender != rank:
                     continue
                 base, lie = len(kinds) * (c + 1) + i + 1, strides[c][i]
                 for batch in range(route.batch):
                     for at, begin, count in _runs(route.order(kind, rank), rank):
                         source = batch * lie.batch + at * lie.row
-                        to = (batch * tokens + begin) * whole + first
-                        own.append([base, source, lie.row, i + 1, to, whole, width, count])
+                        row = (batch * tokens + begin) * to[2] + to[1]
+                        own.append([base, source, lie.row, to[0], row, to[2], width, count])
     return _table(own, _COPIED), _table(others, _COPIED)
 
 
@@ -303,8 +336,15 @@ def views_of(route: Route, rank: int) -> list[list[tuple[tuple[int, ...], tuple[
 
 
 def operands_of(route: Route, rank: int, c: int, memory: torch.Tensor) -> list[torch.Tensor]:
-    """A chunk's operands [B, rows, heads, D] in a slot, or in a copy of what came."""
+    """A chunk's operands [B, rows, heads, D] in a slot."""
     return [memory.as_strided(*view) for view in views_of(route, rank)[c]]
+
+
+def kept_of(route: Route, rank: int, c: int, memory: torch.Tensor) -> list[torch.Tensor]:
+    """Those of a chunk's operands that backward reads again, in a copy of what came first."""
+    views = views_of(route, rank)[c]
+    kept = views if route.problem.parts == route.problem.ranks else views[:1]
+    return [memory.as_strided(*view) for view in kept]
 
 
 @functools.lru_cache(maxsize=256)
@@ -317,8 +357,6 @@ def _shapes(route: Route, rank: int) -> list[tuple[int, int, int, int]]:
 def takes(route: Route) -> str:
     """The reason why copies do not carry this exchange, "" if they do; the same on all ranks."""
     problem = route.problem
-    if problem.parts not in (1, problem.ranks):
-        return f"head parts of {problem.parts} on {problem.ranks} ranks"
     if any(kind.width * route.item % _GRAIN for kind in (*route.sent, *route.returned)):
         return f"heads that are no multiple of {_GRAIN} bytes"
     runs = max(len(_runs(share_of(problem, 0).key_order, rank)) for rank in range(problem.ranks))
@@ -417,4 +455,19 @@ class PeerExchange:
         self.copies.copy(bases, own)
         self.copies.await_(2 * len(route.chunks) - 1)
         self.copies.copy(bases, others)
+        for i, kind in enumerate(route.returned):
+            if route.adds_up(kind):
+                sums_of_terms(made[i], self._terms(i), route.problem.parts)
         return made
+
+    def _terms(self, i: int) -> list[torch.Tensor]:
+        """The ranks' terms of a returned tensor, [B, T, heads of their part, width] each."""
+        route, kind = self.route, self.route.returned[i]
+        rows, found = route.problem.numbers[self.rank], []
+        for sender in route.partners(kind, self.rank):
+            place = places_of(route, self.rank).home[sender, 0, i]
+            row = place.stride // route.item
+            sizes = (route.batch, rows, len(route.heads(kind, sender)), kind.width)
+            strides = (rows * row, row, kind.width, 1)
+            found.append(self.slot.as_strided(sizes, strides, place.begin // route.item))
+        return found

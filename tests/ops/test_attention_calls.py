@@ -182,16 +182,20 @@ class Plain(AttentionKernel):
 
 @pytest.mark.ranks((2, "gloo"), (4, "gloo"))
 def test_attention_by_callers_kernels_is_the_whole_sequences(failures: Failures) -> None:
-    """Against the whole sequence, in float64; slopes' gradients are terms of a sum over the ranks."""
+    """Against the whole sequence, in float64, over collectives and over peers; slopes' gradients are terms of a sum over the ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    for kernel in (with_slopes, Slopes()):
+    for kernel, transport in itertools.product((with_slopes, Slopes()), ("nccl", "peer")):
         for parts in parts_allowed(world, 4, 2):
+            by = {"head_parts": parts, "transport": transport}
+            if transport == "peer":
+                by["chunks"] = max(1, 2 // parts)
             own = operands((4, 8), (2, 8), (2, 6))
             slopes = torch.linspace(
                 0.1, 0.4, 4, dtype=torch.float64, device=rank_device()
             ).requires_grad_()
-            output = attend(*own, causal=True, kernel=kernel, per_head=[slopes], head_parts=parts)
-            output.square().sum().backward()
+            with over_peers():
+                output = attend(*own, causal=True, kernel=kernel, per_head=[slopes], **by)
+                output.square().sum().backward()
             dist.all_reduce(slopes.grad)
             whole = []
             for tensor in own:
@@ -207,7 +211,7 @@ def test_attention_by_callers_kernels_is_the_whole_sequences(failures: Failures)
             pairs = [(output, right.split(4, 1)[rank]), (slopes.grad, again.grad)]
             pairs += [(a.grad, b.grad.split(4, 1)[rank]) for a, b in zip(own, whole, strict=True)]
             for at, (mine, value) in enumerate(pairs):
-                failures.near(mine, value, kernel, parts, at, rtol=0.0, atol=1e-12)
+                failures.near(mine, value, kernel, by, at, rtol=0.0, atol=1e-12)
 
 
 def scaled(q, k, v, work, by=None):
@@ -324,6 +328,30 @@ def test_attention_over_peers_lends_slots(failures: Failures) -> None:
         failures.expect_equal(*found, parts)
 
 
+def test_attention_takes_peers_by_itself_only_where_they_were_timed() -> None:
+    """The chunks over peers, whether gradients go over peers, too, and why not, of calls on a GPU."""
+    form = (1, torch.bfloat16, 64, 64)
+    cases = [
+        ((4, 8, 8), {}, (True, True, "")),
+        ((4, 8, 2), {}, (True, False, "")),  # several ranks have terms of a head's gradient
+        ((1, 8, 8), {}, (True, False, "")),
+        ((2, 8, 8), {}, (False, False, "head parts of 2 on 4 ranks")),
+        ((4, 8, 8), {"per_head": True}, (False, False, "per_head")),
+        ((4, 8, 2), {"transport": "peer"}, (True, True, "")),
+        ((1, 8, 8), {"transport": "peer", "per_head": True}, (True, True, "")),
+        ((2, 8, 8), {"transport": "peer"}, (True, True, "")),
+    ]
+    for (parts, *heads), asked, expected in cases:
+        wanted = (asked.get("transport"), None, asked.get("per_head", False))
+        problem = ((64,) * 4, False, *heads, None, 0, (), parts)
+        for backward in (False, True):
+            count, back, why = functions._chunks(
+                wanted, backward, torch.device("cuda"), True, problem, form
+            )
+            by_peers, back_by_peers, said = expected
+            assert (count > 0, back, why) == (by_peers, back_by_peers and backward, said), expected
+
+
 @pytest.mark.ranks((1, "gloo"), (3, "gloo"))
 def test_attention_cuts_tokens_and_positions_alike(failures: Failures) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -381,7 +409,7 @@ def test_attention_compiles_for_sizes_that_change(failures: Failures) -> None:
                 failures.expect_equal([one], [other], tokens, dynamic, batch)
 
 
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+@pytest.mark.ranks((2, "gloo"), (4, "gloo"), (2, "nccl"))
 def test_attention_compiles_to_one_operator(failures: Failures) -> None:
     """One graph with a built-in kernel; a caller's breaks it, and says why."""
     on_gpu = rank_device().type == "cuda"
@@ -567,7 +595,6 @@ def test_attention_says_what_does_not_fit(failures: Failures) -> None:
         ("do not carry calls on cpu", None, {"transport": "peer"}),
         ("chunks=2 travel over peers", None, {"chunks": 2}),
         ("chunks=3: its parts of 2 allow 1 to 2", None, {"transport": "peer", "head_parts": 2, "chunks": 3}),
-        ("do not carry per_head", None, {"transport": "peer", "kernel": with_slopes, "per_head": [nothing[0, 0]]}),
         ("no multiple of 16 bytes", (nothing[..., :3],) * 3, {"transport": "peer"}),
     ]  # fmt: skip
     for expected, given, keywords in cases:
@@ -612,16 +639,21 @@ def test_attention_names_what_ranks_disagree_about(failures: Failures) -> None:
 
 
 def problems_over_peers() -> list[tuple[list[torch.Tensor], dict]]:
-    """Operands with 16-bit numbers, and keywords, of both ends of head parts."""
+    """Operands with 16-bit numbers, and keywords, of all kinds of head parts."""
     world = dist.get_world_size()
     # Each part has eight heads of keys and values, divided among the ranks.
     cases = [
         ((16, 8, 256), {"head_parts": world, "chunks": 8 // world, "causal": True}),
         ((8, 8, 96), {"head_parts": world, "chunks": 2}),
         ((8, 4, 128), {"head_parts": 1, "chunks": 2, "causal": True, "tokens": "zigzag"}),
+        ((8, 4, 160), {"head_parts": world // 2, "chunks": 2}),
+        ((8, 1, 96), {"head_parts": world, "chunks": 1, "causal": True}),
     ]
     return [
-        (operands((heads, 64), (kv, 64), (kv, 64), tokens=tokens, dtype=torch.bfloat16), keywords)
+        (
+            operands((heads, 64), (kv, 64), (kv, 64), tokens=tokens, dtype=torch.bfloat16),
+            {**keywords, "transport": "peer"},
+        )
         for (heads, kv, tokens), keywords in cases
     ]
 
@@ -668,8 +700,8 @@ def test_attention_over_peers_runs_beside_the_current_device(failures: Failures)
     """Operands on another device than the current one."""
     own, keywords = problems_over_peers()[0]
     own = [one.detach() for one in own]
-    right = attend(*own, **keywords, transport="peer")
+    right = attend(*own, **keywords)
     other = (torch.cuda.current_device() + 1) % torch.cuda.device_count()
     with torch.cuda.device(other):
-        found = attend(*own, **keywords, transport="peer")
+        found = attend(*own, **keywords)
     failures.expect_equal([found], [right], f"current device {other}")
