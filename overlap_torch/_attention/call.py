@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from overlap_torch._attention.exchange import Exchange, Heads
+from overlap_torch._attention.exchange import Came, Exchange, Heads, Later
 from overlap_torch._attention.kernels import (
     AttentionKernel,
     BuiltInKernel,
@@ -19,16 +19,15 @@ from overlap_torch._attention.kernels import (
     calls_of,
     kernels_of,
 )
-from overlap_torch._attention.peers import (
+from overlap_torch._attention.peers import PeerExchange, Route, kept_of, places_of, route_of
+from overlap_torch._attention.work import (
+    AttentionWork,
     Chunk,
-    PeerExchange,
-    Route,
+    Problem,
+    Share,
     cut_heads,
-    kept_of,
-    places_of,
-    route_of,
+    share_of,
 )
-from overlap_torch._attention.work import AttentionWork, Problem, Share, share_of
 from overlap_torch._ops import collectives
 from overlap_torch._ops.composition import accumulated
 
@@ -45,8 +44,8 @@ class Attention:
         scale: the factor of the products of queries and keys.
         group: the group's name.
         rank: this one.
-        chunks: the number of chunks of heads that copy engines bring; 0: the group's collectives bring all heads at once.
-        copies_back: copy engines bring the gradients, too.
+        chunks: the number of chunks of heads that travel one after the other.
+        copied: the passes that copy engines carry: none, forward, or both. The group's collectives carry the others.
         keeps: backward will follow.
     """
 
@@ -58,30 +57,30 @@ class Attention:
         scale: float,
         group: str,
         rank: int,
-        chunks: int = 0,
-        copies_back: bool = False,
+        chunks: int = 1,
+        copied: int = 0,
         keeps: bool = True,
     ) -> None:
         self.problem, self.kernel, self.form, self.scale = problem, kernel, form, scale
         self.group, self.is_built_in = group, isinstance(kernel, str)
         self.share: Share = share_of(problem, rank)
-        self.by_copies, self.copies_back, self.keeps = chunks > 0, copies_back, keeps
+        self.copied, self.keeps = copied, keeps
         part = (len(self.share.heads), len(self.share.kv_heads))
-        self.chunks: tuple[Chunk, ...] = cut_heads(*part, max(chunks, 1))
+        self.chunks: tuple[Chunk, ...] = cut_heads(*part, chunks)
         self._text = self._said("an attention")
         self._text_of_gradients = self._said("the gradients of an attention")
         self._keeps_keys = problem.parts == problem.ranks
-        copied = 1 + len(self.chunks) if keeps else 0
         # The number of tensors that forward keeps beside what kernels saved.
-        self.kept = 0 if problem.parts == 1 else copied if self.by_copies else 2
+        by_copies, by_collectives = 1 + chunks if keeps else 0, 2 * chunks
+        self.kept = 0 if problem.parts == 1 else by_copies if copied else by_collectives
 
     def _said(self, what: str) -> str:
         problem, documents = self.problem, self.problem.documents
         said = [*documents] if len(documents) <= 8 else f"{len(documents)} ({hash(documents)})"
         mask = f"left {problem.left}, right {problem.right}, documents {said}"
         cut = f"tokens {[*problem.numbers]}{' in a zigzag' if problem.zigzag else ''}, head parts {problem.parts}"
-        by = f", {len(self.chunks)} chunks over peers" if self.by_copies else ""
-        by += ", gradients too" if self.copies_back else ""
+        passes = ("", " over peers", " over peers both ways")[self.copied]
+        by = f", {len(self.chunks)} chunks{passes}"
         name = kernels_of(self.kernel)[0].name
         return f"{what} by {name}, {mask}, {cut}{by}, scale {self.scale}, batch, heads and sizes"
 
@@ -118,17 +117,15 @@ class Attention:
         return route_of(self.problem, self.chunks, self.form, True)
 
     @functools.cached_property
-    def exchange(self) -> Exchange:
-        """The exchange by collectives."""
-        form = self.form
-        return Exchange(self.share, form.batch, form.width, form.value_width, self.group)
-
-    def _own(self, per_head: Tensors) -> Tensors:
-        """The heads of this rank's part."""
-        return [one[self.share.heads.start : self.share.heads.stop] for one in per_head]
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """The exchanges by collectives: of each chunk, or of all heads, where copies brought these in chunks."""
+        chunks = (None,) if self.copied else self.chunks
+        return tuple(Exchange(self.share, self.form, self.group, chunk) for chunk in chunks)
 
     def _of_chunk(self, per_head: Tensors, chunk: Chunk) -> Tensors:
         """The heads of a chunk of this rank's part."""
+        if not per_head:
+            return ()
         first = self.share.heads.start
         run = slice(first + chunk.heads.start, first + chunk.heads.stop)
         return [one[run] for one in per_head]
@@ -150,18 +147,23 @@ class Attention:
         """This rank's output [B, T, H, Dv]; what came and the kernels' own output, if backward reads them; and what kernels saved.
         ``kernel``: the caller's."""
         self._compare(self._text, q)
-        if self.by_copies:
+        if self.copied:
             return self._forward_by_copies(q, k, v, per_head, kernel)
-        exchange = self.exchange
-        came = exchange.start_in(q, k, v)()
-        q, k, v = exchange.heads(came, q, k, v)
-        ((_, calls),) = self._calls_by(kernel)
-        o, saved = _attend(calls, q, k, v, self._own(per_head))
-        result = exchange.results_home(o)
-        if not exchange.moves_queries:
-            return result, [], saved
-        # All heads' keys and values, cut by heads, are as many bytes as this rank's own. Others come again in backward.
-        return result, [*(came if self._keeps_keys else came[:1]), o], saved
+        homes, kept, saved = [], [], []
+        coming = _ahead(lambda exchange: exchange.start_in(q, k, v), self.exchanges)
+        for exchange, later, (chunk, calls) in zip(
+            self.exchanges, coming, self._calls_by(kernel), strict=True
+        ):
+            came = later()
+            heads = exchange.heads(came, q, k, v)
+            o, states = _attend(calls, *heads, self._of_chunk(per_head, chunk))
+            homes.append(exchange.start_home(o))
+            saved += states
+            if exchange.moves_queries:
+                # All heads' keys and values, cut by heads, are as many bytes as this rank's own. Others come again in backward.
+                kept += [*(came if self._keeps_keys else came[:1]), o]
+        results = [home() for home in homes]
+        return _joined(results, self.problem.parts), kept, saved
 
     def _forward_by_copies(
         self,
@@ -189,7 +191,7 @@ class Attention:
                 if not gathers:
                     exchange.send_home(c, o)
             if gathers:
-                return torch.cat(outputs, 2) if len(outputs) > 1 else o.contiguous(), [], saved
+                return _joined(outputs, 1).contiguous(), [], saved
             if self.keeps:
                 size = places_of(route, rank).kept_bytes // route.item
                 kept = [exchange.slot[:size].clone(), *outputs]
@@ -244,28 +246,74 @@ class Attention:
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of this rank's q, k and v, and of its slices of per_head. q, k, v and o are as `wanted` leaves them."""
         self._compare(self._text_of_gradients, grad)
-        if self.copies_back:
+        if self.copied == 2:
             return self._backward_by_copies(grad, q, k, v, o, kept, saved, per_head, kernel)
-        exchange = self.exchange
-        *came, o = kept or [o]
+        states, homes, more = iter(saved), [], []
+        coming = _ahead(lambda exchange: self._start_back(exchange, grad, k, v), self.exchanges)
+        rounds = self._rounds(kernel)
+        for at, (exchange, (grad_of, again)) in enumerate(zip(self.exchanges, coming, strict=True)):
+            *came, result = kept[2 * at : 2 * at + 2] or [exchange.own(o, exchange.chunk.heads)]
+            arrived = grad_of()
+            # Copies keep what came as it lay. A part has one key head then: its gradient has terms of several ranks.
+            if self.copied and self._keeps_keys:
+                heads = kept_of(self.route, self.share.rank, 0, came[0])
+            else:
+                heads = exchange.heads(came if again is None else [*came, *again()], q, k, v)
+            operands = (arrived, *heads, result)
+            grads, others = self._differentiated(rounds[at], operands, states, per_head)
+            homes.append(exchange.start_gradients(*grads))
+            more.append(others)
+        found = [home() for home in homes]
+        if len(found) > 1:
+            parts, kv_heads = self.problem.parts, self.problem.kv_heads
+            counts = (parts, *(min(parts, kv_heads),) * 2)
+            found = [tuple(map(_joined, zip(*found, strict=True), counts))]
+        return *found[0], *(map(torch.cat, zip(*more, strict=True)) if len(more) > 1 else more[0])
+
+    def _rounds(
+        self, kernel: AttentionKernel | None
+    ) -> Sequence[Sequence[tuple[Chunk, Sequence[Call]]]]:
+        """The chunks of each of the exchanges."""
+        calls = self._calls_by(kernel)
+        return [calls] if len(self.exchanges) == 1 else [[one] for one in calls]
+
+    def _start_back(
+        self,
+        exchange: Exchange,
+        grad: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+    ) -> tuple[Later, Callable[[], Came] | None]:
+        """Begins to send the output's gradient and, unless they were kept, keys and values again."""
         again = None if self._keeps_keys else exchange.start_in(None, k, v)
-        grad = exchange.start_grad(grad)()
-        # Here a part has one key head. Its gradient has terms of several ranks, which are summed once: there is one chunk.
-        if self.by_copies and self._keeps_keys:
-            q, k, v = kept_of(self.route, self.share.rank, 0, came[0])
-        else:
-            q, k, v = exchange.heads(came if again is None else [*came, *again()], q, k, v)
-        own, saved, found = self._own(per_head), iter(saved), []
-        more = [torch.zeros_like(one) for one in own]
-        for chunk, calls in self._calls_by(kernel):
-            cut = [_part(one, 2, chunk.heads) for one in (grad, q, o)]
-            keys = [_part(one, 2, chunk.kv_heads) for one in (k, v)]
-            grads, others = _differentiate(calls, cut[0], cut[1], *keys, cut[2], saved, own)
+        return exchange.start_grad(grad), again
+
+    def _differentiated(
+        self,
+        calls: Sequence[tuple[Chunk, Sequence[Call]]],
+        operands: Tensors,
+        states: Iterator[Any],
+        per_head: Tensors,
+    ) -> tuple[Sequence[torch.Tensor], Tensors]:
+        """The gradients of q, k and v of these chunks, whose heads lie beside each other in the operands, and of their slices of per_head."""
+        first, found, more = calls[0][0], [], []
+        for chunk, of in calls:
+            cut = operands
+            if len(calls) > 1:
+                heads, keys = (
+                    range(run.start - begin.start, run.stop - begin.start)
+                    for run, begin in ((chunk.heads, first.heads), (chunk.kv_heads, first.kv_heads))
+                )
+                runs = (heads, heads, keys, keys, heads)
+                cut = [_part(one, 2, run) for one, run in zip(operands, runs, strict=True)]
+            slices = self._of_chunk(per_head, chunk)
+            grads, others = _differentiate(of, *cut, states, slices)
             found.append(grads)
-            for total, other in zip(more, others, strict=bool(calls)):
-                total += other
-        grads = (one[0] if len(one) == 1 else torch.cat(one, 2) for one in zip(*found, strict=True))
-        return *exchange.gradients_home(*grads), *more
+            more.append(others or [torch.zeros_like(one) for one in slices])
+        if len(found) == 1:
+            return found[0], more[0]
+        joined = [torch.cat(chunks, 2) for chunks in zip(*found, strict=True)]
+        return joined, [torch.cat(slices) for slices in zip(*more, strict=True)]
 
     def _backward_by_copies(
         self,
@@ -296,16 +344,15 @@ class Attention:
                     arrived, *keys = came
                     first = kept_of(self.route, rank, c, kept[0])
                     operands = (arrived, *first, *keys, kept[1 + c])
-                slices = self._of_chunk(per_head, chunk)
-                grads, others = _differentiate(calls, *operands, states, slices)
-                more.append(others or [torch.zeros_like(one) for one in slices])
+                grads, others = self._differentiated([(chunk, calls)], operands, states, per_head)
+                more.append(others)
                 if gathers:
                     dq, *grads = grads
                     for_q.append(dq if kernel is None else exchange.owned(dq))
                 exchange.send_home(c, *grads)
             found = exchange.results()
         if gathers:
-            found.insert(0, torch.cat(for_q, 2) if len(for_q) > 1 else for_q[0])
+            found.insert(0, _joined(for_q, 1))
         return *found, *(torch.cat(slices) for slices in zip(*more, strict=True))
 
     def _fake_backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -316,6 +363,23 @@ class Attention:
             grad.new_empty((*rows, problem.kv_heads, form.width)),
             grad.new_empty((*rows, problem.kv_heads, form.value_width)),
         )
+
+
+def _ahead(start: Callable[[Exchange], Any], exchanges: Sequence[Exchange]) -> Iterator[Any]:
+    """The results of ``start`` of each exchange, each begun before the one before is used."""
+    begun = start(exchanges[0])
+    for exchange in exchanges[1:]:
+        following = start(exchange)
+        yield begun
+        begun = following
+    yield begun
+
+
+def _joined(chunks: Tensors, parts: int) -> torch.Tensor:
+    """The heads [B, T, parts * h, D] of all chunks, which have a run of each part's heads."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return torch.cat([one.unflatten(2, (parts, -1)) for one in chunks], 3).flatten(2, 3)
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Queries, keys and values to the ranks that compute with them, and results home: one collective each way.
+"""Queries, keys and values to the ranks that compute with them, and results home: one collective each way, or one for each chunk.
 
 A message is rows of tokens, so that what arrives from ranks in order is the whole sequence, and a kernel reads its heads as
 strided views of it. Rows are put in order by a copy only where ranks do not hold them in order (a zigzag), or send unlike rows
@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from overlap_torch._attention.work import Rows, Share, part_of
+from overlap_torch._attention.kernels import Form
+from overlap_torch._attention.work import Chunk, Rows, Share, cut_heads, part_of
 from overlap_torch._ops import collectives
 from overlap_torch._ops.composition import accumulated
 
@@ -114,17 +115,21 @@ class Exchange:
 
     Args:
         share: what this rank computes.
-        batch, width, value_width: B, D and Dv.
+        form: B and the sizes of heads.
         group: the group's name.
+        chunk: the heads of each part, as they are counted within it, that this exchange brings; None: all.
     """
 
-    def __init__(self, share: Share, batch: int, width: int, value_width: int, group: str) -> None:
+    def __init__(self, share: Share, form: Form, group: str, chunk: Chunk | None = None) -> None:
         self.share, self.problem, self.group = share, share.problem, group
-        self.batch, self.width, self.value_width = batch, width, value_width
-        heads, kv_heads = len(share.heads), len(share.kv_heads)
-        self.q_columns, self.k_columns = heads * width, kv_heads * width
-        self.kv_columns = self.k_columns + kv_heads * value_width
-        self.own = self.problem.numbers[share.rank]
+        self.batch, self.width, self.value_width = form.batch, form.width, form.value_width
+        (whole,) = cut_heads(len(share.heads), len(share.kv_heads), 1)
+        self.chunk: Chunk = chunk or whole
+        self.is_whole = self.chunk == whole
+        heads, kv_heads = len(self.chunk.heads), len(self.chunk.kv_heads)
+        self.q_columns, self.k_columns = heads * self.width, kv_heads * self.width
+        self.kv_columns = self.k_columns + kv_heads * self.value_width
+        self.tokens = self.problem.numbers[share.rank]
         self.moves_queries = self.problem.parts > 1
         self.keys, self.queries = _Runs(share.key_order), _Runs(share.query_order)
         # The numbers of a row in messages with each rank, and of whole messages.
@@ -133,31 +138,35 @@ class Exchange:
         self.columns = [self.kv_columns + self.q_columns * one for one in shares]
         self.sizes = self._sizes(self.columns)
         self.key_sizes = self._sizes([self.kv_columns for _ in ranks])
-        self.result_sizes = self._sizes([heads * value_width * one for one in shares])
+        self.result_sizes = self._sizes([heads * self.value_width * one for one in shares])
         self.alike = len({*self.columns}) == 1
 
     def _sizes(self, columns: Sequence[int]) -> tuple[list[int], list[int]]:
         """Numbers in messages: with each rank, of this rank's rows, and of that rank's own rows."""
         pairs = zip(self.problem.numbers, columns, strict=True)
-        own = [self.own * self.batch * width for width in columns]
+        own = [self.tokens * self.batch * width for width in columns]
         return own, [rows * self.batch * width for rows, width in pairs]
 
-    def _by_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B, T, H, D] as [groups, parts / groups, T, B, h, D], the heads of each part, a view; fewer heads than parts are a group's.
+    def _by_part(self, tensor: torch.Tensor, run: range) -> torch.Tensor:
+        """[B, T, H, D] as [groups, parts / groups, T, B, h, D], a run of the heads of each part, a view; fewer heads than parts are a group's.
 
         Dims of 1 are left out, as torch.cat is one kernel up to four dims.
         """
         parts, groups = self.problem.parts, min(self.problem.parts, self.problem.kv_heads)
         (batch, rows, heads, width), (sequence, row, head, number) = tensor.shape, tensor.stride()
         own, step = max(heads // parts, 1), heads // groups * head
-        shape, strides = [groups, rows, own, width], [step, row, head, number]
+        shape, strides = [groups, rows, len(run), width], [step, row, head, number]
         if batch != 1:
             shape.insert(2, batch)
             strides.insert(2, sequence)
         if parts > groups:
             shape.insert(1, parts // groups)
             strides.insert(1, own * head if heads >= parts else 0)
-        return tensor.as_strided(shape, strides)
+        return tensor.as_strided(shape, strides, tensor.storage_offset() + run.start * head)
+
+    def own(self, tensor: torch.Tensor, run: range) -> torch.Tensor:
+        """A run of heads of a tensor [B, T, H, D] that does not travel."""
+        return _dense(tensor if self.is_whole else tensor.narrow(2, run.start, len(run)))
 
     def start_in(
         self, q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
@@ -167,10 +176,13 @@ class Exchange:
         if ranks == 1:
             return lambda: []
         moves = self.moves_queries and q is not None
-        laid = [self._by_part(one) for one in _words(*((q, k, v) if moves else (k, v)))]
+        tensors = _words(*((q, k, v) if moves else (k, v)))
+        queries, keys = self.chunk.heads, self.chunk.kv_heads
+        runs = (queries, keys, keys) if moves else (keys, keys)
+        laid = [self._by_part(*pair) for pair in zip(tensors, runs, strict=True)]
         flat = _beside(laid).view(k.dtype)
         if problem.parts == 1 and len({*problem.numbers}) == 1:
-            shard = flat.view(self.own, self.batch, self.kv_columns)
+            shard = flat.view(self.tokens, self.batch, self.kv_columns)
             begun = collectives.start_all_gather(shard, self.group)
             return lambda: self._arrived(collectives.wait(begun), self.kv_columns)
         if problem.parts < ranks:
@@ -195,14 +207,17 @@ class Exchange:
 
     def heads(self, came: Came, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Heads:
         """This part's heads as views of what came, or this rank's own operands."""
+        queries, keys = self.chunk.heads, self.chunk.kv_heads
         if not came:
-            return _dense(q), _dense(k), _dense(v)
-        rows, heads = came[-1], len(self.share.kv_heads)
+            return self.own(q, queries), self.own(k, keys), self.own(v, keys)
+        rows, heads = came[-1], len(keys)
         at = rows.shape[2] - self.kv_columns
         if at > 0 or len(came) == 2:
-            q = _heads_of(came[0], 0, len(self.share.heads), self.width)
+            q = _heads_of(came[0], 0, len(queries), self.width)
+        else:
+            q = self.own(q, queries)
         k = _heads_of(rows, at, heads, self.width)
-        return _dense(q), k, _heads_of(rows, at + self.k_columns, heads, self.value_width)
+        return q, k, _heads_of(rows, at + self.k_columns, heads, self.value_width)
 
     def _assembled(self, flat: torch.Tensor, columns: int, first: int, heads: int, width: int):
         """All parts' heads, fresh [B, T, H, D], out of messages of this rank's rows; a part's are in the columns from ``first`` on."""
@@ -211,28 +226,30 @@ class Exchange:
         if not any([number % each for number in (columns, first, width, at)]):
             flat, at = flat.view(torch.complex128), at // each
             rows, columns, first, width = (one // each for one in (rows, columns, first, width))
-        shape = (self.batch, self.own, self.problem.parts, heads, width)
-        parts = flat.as_strided(shape, (columns, rows, self.own * rows, width, 1), at + first)
+        shape = (self.batch, self.tokens, self.problem.parts, heads, width)
+        parts = flat.as_strided(shape, (columns, rows, self.tokens * rows, width, 1), at + first)
         return parts.clone(memory_format=torch.contiguous_format).flatten(2, 3).view(dtype)
 
-    def results_home(self, o: torch.Tensor) -> torch.Tensor:
-        """``o`` [B, T, h, Dv] of the queries here to their ranks: this rank's [B, T, H, Dv], fresh."""
+    def start_home(self, o: torch.Tensor) -> Later:
+        """Begins to send ``o`` [B, T, h, Dv] of the queries here to their ranks; the result waits: this rank's [B, T, H, Dv], fresh."""
         if not self.moves_queries:
-            return o.contiguous()
+            return lambda: o.contiguous()
         rows = _words(o)[0].transpose(0, 1)
         if not self.queries.straight:
             rows = torch.cat(self.queries.of_ranks(rows))
         come, sent = self.result_sizes
-        home = _send(rows.reshape(-1).view(o.dtype), sent, come, self.group)()
-        heads = len(self.share.heads)
-        return self._assembled(home, heads * self.value_width, 0, heads, self.value_width)
+        later = _send(rows.reshape(-1).view(o.dtype), sent, come, self.group)
+        heads = len(self.chunk.heads)
+        columns = heads * self.value_width
+        return lambda: self._assembled(later(), columns, 0, heads, self.value_width)
 
     def start_grad(self, grad: torch.Tensor) -> Later:
         """Begins to send the output's gradient the way of the queries; the result waits: [B, T, h, Dv] of the queries here."""
+        run = self.chunk.heads
         if not self.moves_queries:
-            return lambda: grad.contiguous()
-        flat = self._by_part(_words(grad)[0]).reshape(-1).view(grad.dtype)
-        later, heads = _send(flat, *self.result_sizes, self.group), len(self.share.heads)
+            return lambda: self.own(grad, run).contiguous()
+        flat = self._by_part(_words(grad)[0], run).reshape(-1).view(grad.dtype)
+        later, heads = _send(flat, *self.result_sizes, self.group), len(run)
 
         def arrived() -> torch.Tensor:
             rows = later().view(self.share.rows, self.batch, heads * self.value_width)
@@ -240,24 +257,31 @@ class Exchange:
 
         return arrived
 
-    def gradients_home(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Heads:
-        """The gradients of the queries here and this rank's terms of all keys' and values' to their ranks, where terms are summed.
+    def start_gradients(
+        self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
+    ) -> Callable[[], Heads]:
+        """Begins to send the gradients of the queries here and this rank's terms of all keys' and values' to their ranks.
 
-        Sums are in float32 (float64 of float64), in rank order.
+        The result waits, and adds the terms up, in float32 (float64 of float64), in rank order.
         """
         if self.problem.ranks == 1:
-            return dq, dk, dv
+            return lambda: (dq, dk, dv)
         grads = _words(*((dq, dk, dv) if self.moves_queries else (dk, dv)))
         rows = [one.transpose(0, 1) for one in grads]
         whole = self.alike and self.keys.straight
         flat = (_beside(rows) if whole else self._by_runs(rows)).view(dk.dtype).view(-1)
         come, sent = self.sizes
-        arrived = _send(flat, sent, come, self.group)()
-        if self.moves_queries:
-            mine = arrived[sum(come[: self.share.sharing.start]) :]
-            columns, heads = self.columns[self.share.rank], len(self.share.heads)
-            dq = self._assembled(mine, columns, 0, heads, self.width)
-        return dq, *self._summed(arrived)
+        later = _send(flat, sent, come, self.group)
+
+        def arrived() -> Heads:
+            numbers, query = later(), dq
+            if self.moves_queries:
+                mine = numbers[sum(come[: self.share.sharing.start]) :]
+                columns, heads = self.columns[self.share.rank], len(self.chunk.heads)
+                query = self._assembled(mine, columns, 0, heads, self.width)
+            return query, *self._summed(numbers)
+
+        return arrived
 
     def _by_runs(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rows [T, B, h, D] of gradients as messages, each run of a rank's rows written to its place."""
@@ -275,7 +299,7 @@ class Exchange:
 
     def _summed(self, arrived: torch.Tensor) -> list[torch.Tensor]:
         """The sums of the terms that came for this rank's keys and values."""
-        problem, heads, wide = self.problem, len(self.share.kv_heads), accumulated(arrived.dtype)
+        problem, heads, wide = self.problem, len(self.chunk.kv_heads), accumulated(arrived.dtype)
         places = (
             (self.kv_columns, self.width),
             (self.kv_columns - self.k_columns, self.value_width),
@@ -287,7 +311,7 @@ class Exchange:
                 for at, width in places
             ]
         pairs = zip(arrived.split(self.sizes[0]), self.columns, strict=True)
-        terms = [one.view(self.own, self.batch, columns) for one, columns in pairs]
+        terms = [one.view(self.tokens, self.batch, columns) for one, columns in pairs]
         if problem.parts == 1:
             sums = terms[0].to(wide, copy=True)
             for term in terms[1:]:
@@ -296,7 +320,7 @@ class Exchange:
             return [one.to(arrived.dtype).contiguous() for one in totals]
         totals = []
         for at, width in places:
-            shape = (self.batch, self.own, problem.kv_heads, width)
+            shape = (self.batch, self.tokens, heads * min(problem.parts, problem.kv_heads), width)
             pairs = zip(terms, self.columns, strict=True)
             own = [_heads_of(term, columns - at, heads, width) for term, columns in pairs]
             totals.append(sums_of_terms(arrived.new_empty(shape), own, problem.parts))

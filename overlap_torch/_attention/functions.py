@@ -22,8 +22,8 @@ from overlap_torch._attention.kernels import (
     kernels_of,
     traits_of,
 )
-from overlap_torch._attention.peers import cut_heads, route_of, takes
-from overlap_torch._attention.work import Problem, parts_allowed, seconds, share_of
+from overlap_torch._attention.peers import route_of, takes
+from overlap_torch._attention.work import Problem, cut_heads, parts_allowed, seconds, share_of
 from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._layers.sharding import checked_integer, checked_number
 from overlap_torch._ops.fakes import DTYPES
@@ -254,35 +254,38 @@ def _copies_bring_gradients(asked: bool, problem: Problem, form: Form, count: in
 @constant_in_graphs
 def _chunks(
     wanted: tuple, backward: bool, device: torch.device, reached: bool, problem: tuple, form: tuple
-) -> tuple[int, bool, str]:
-    """The chunks over peers, or 0 for the group's collectives; whether gradients go over peers, too; and why peers do not carry the
-    call. A compiler takes all as they are."""
+) -> tuple[int, int, str]:
+    """The chunks; the passes that copies carry, as in `Attention`; and why they carry none. A compiler takes all as they are."""
     problem, form = Problem(*problem), Form(*form)
     transport, chunks, _ = wanted
     if transport not in (None, "peer", "nccl"):
         raise ValueError(f"transport is None, 'peer' or 'nccl', but got {transport!r}")
-    if transport == "nccl" or (transport is None and device.type != "cuda"):
-        if chunks is not None:
-            raise ValueError(
-                f"chunks={chunks} travel over peers, but the group's collectives carry this call; give transport='peer', or leave chunks out"
-            )
-        return 0, False, f"calls on {device.type}" if transport is None else "transport='nccl'"
-    why = _refused_by_peers(wanted, backward, problem, form)
+    why = "transport='nccl'" if transport == "nccl" else ""
+    if transport is None and device.type != "cuda":
+        why = f"calls on {device.type}"
+    why = why or _refused_by_peers(wanted, backward, problem, form)
     if not why and not reached:
         why = f"calls on {device}: the ranks do not map each other's memory (python -m overlap_torch doctor says why)"
-    if why and (transport == "peer" or chunks is not None):
+    if why and transport == "peer":
         raise ValueError(f"copies between peers do not carry {why}; leave transport and chunks out")
     if why:
-        return 0, False, why
+        most = len(share_of(problem, 0).kv_heads)
+        if chunks is not None and not 1 <= chunks <= most:
+            raise ValueError(
+                f"chunks={chunks}: head parts of {problem.parts} allow 1 to {most} over the group's collectives, as a chunk has whole "
+                "key/value heads"
+            )
+        return chunks or 1, 0, why
     count = choose_chunks(problem, form, backward) if chunks is None else chunks
     back = backward and _copies_bring_gradients(transport == "peer", problem, form, count)
-    return count, back, ""
+    return count, 1 + back, ""
 
 
 def chunks_over_peers(problem: Problem, form: Form, device: torch.device, group: str) -> int:
     """The chunks that peers carry of a call without options, 0 where the group's collectives do."""
     reached = device.type == "cuda" and reaches(device, group)
-    return _chunks((None, None, False), False, device, reached, problem, form)[0]
+    count, copied, _ = _chunks((None, None, False), False, device, reached, problem, form)
+    return count if copied else 0
 
 
 def _check_per_head(per_head: tuple, q: _Operand, built_in: bool) -> None:
@@ -326,8 +329,8 @@ def context_parallel_attention(
     (Ulysses). With 1, it computes all heads of its own queries, with gathered keys and values. Divisors between do both. None chooses by the bytes
     that move, the slowest rank's work, and the kernels.
 
-    Over peers, copy engines bring heads in ``chunks``, each straight into its place, while the kernel computes earlier ones. Results come home in the
-    same way, and no SM is given up. Otherwise one collective of the group goes before the attention, and one after it.
+    Heads travel in ``chunks``, each while the kernel computes the one before, and so do results on their way home. Over peers, copy engines bring
+    heads straight into place, and no SM is given up. Otherwise collectives of the group do, by default one before the attention and one after it.
 
     Every rank of the group calls it with the same B, H, Hkv, D, Dv, dtype, mask and cut, in the same order of calls.
 
@@ -348,8 +351,9 @@ def context_parallel_attention(
         per_head: tensors [H, ...], such as sinks or slopes, the same on all ranks; your kernel gets the slices of its heads in ``work.per_head``.
         transport: ``"peer"`` (ranks of one host that map each other's memory) or ``"nccl"`` (the group's collectives, gloo's too). None: peers
             where they carry the call, with ``head_parts`` of 1 or all and without ``per_head``; gradients with all head parts only.
-        chunks: over peers, how many runs of heads travel one after the other: at most the key/value heads of a part, or, of one such head
-            without gradients, its query heads. None: chosen.
+        chunks: how many runs of heads travel one after the other: at most the key/value heads of a part, or, over peers, of one such head
+            without gradients, its query heads. None: chosen over peers, and 1 over collectives. Over links on which heads travel about as
+            long as the kernel runs, several hide most of the exchange.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
 
     Returns:
@@ -428,7 +432,7 @@ def _problem(
     name: str,
     place: tuple[int, int, bool],
     backward: bool,
-) -> tuple[Problem, tuple, float, tuple[int, bool, str]]:
+) -> tuple[Problem, tuple, float, tuple[int, int, str]]:
     """The problem that all ranks know, its form, the scale, and what `_chunks` finds.
 
     Arguments that do not fit raise.

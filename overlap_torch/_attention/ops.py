@@ -24,7 +24,7 @@ _library = torch.library.Library("overlap", "FRAGMENT")
 _ops = torch.ops.overlap
 _HOW = (
     "int[] numbers, bool zigzag, int heads, int kv_heads, int[] band, int[] documents, int head_parts, str kernel, "
-    "float scale, str group, int chunks, bool copies_back, bool keeps"
+    "float scale, str group, int chunks, int copied, bool keeps"
 )
 _SECOND = (
     "context_parallel_attention has gradients of first order only, as attention kernels do, but its gradients were "
@@ -32,8 +32,8 @@ _SECOND = (
 )
 
 
-def arguments(problem: Problem, kernel: str, scale: float, group: str, *by: bool | int) -> tuple:
-    """The operators' arguments after the tensors; ``by``: an `Attention`'s chunks, copies_back and keeps."""
+def arguments(problem: Problem, kernel: str, scale: float, group: str, *by: int) -> tuple:
+    """The operators' arguments after the tensors; ``by``: an `Attention`'s chunks, copied and keeps."""
     numbers, zigzag, heads, kv_heads, left, right, documents, parts = problem
     band = [-1 if side is None else side for side in (left, right)]
     cut = ([*numbers], zigzag, heads, kv_heads, band, [*documents], parts)
@@ -140,8 +140,7 @@ def _backward_flops(grad, q, k, v, o, kept, width, *how, out_shape=None, **_) ->
 
 
 def _how(attention: Attention) -> tuple:
-    chunks = len(attention.chunks) if attention.by_copies else 0
-    by = (chunks, attention.copies_back, attention.keeps)
+    by = (len(attention.chunks), attention.copied, attention.keeps)
     return arguments(attention.problem, attention.kernel, attention.scale, attention.group, *by)
 
 

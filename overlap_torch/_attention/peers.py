@@ -21,7 +21,7 @@ import torch
 
 from overlap_torch._attention.exchange import sums_of_terms
 from overlap_torch._attention.kernels import Form
-from overlap_torch._attention.work import Problem, Rows, part_of, share_of
+from overlap_torch._attention.work import Chunk, Problem, Rows, part_of, share_of
 
 _ALIGN = 256  # bytes between regions of a slot
 _MOST_BYTES = 1 << 30  # of a slot
@@ -34,28 +34,6 @@ class Kind(NamedTuple):
 
     queries: bool
     width: int
-
-
-class Chunk(NamedTuple):
-    """Heads that a kernel's call computes, counted within a rank's part."""
-
-    heads: range
-    kv_heads: range
-    brings_keys: bool  # the first of the chunks with these keys
-
-    def of(self, queries: bool) -> range:
-        return self.heads if queries else self.kv_heads
-
-
-def cut_heads(heads: int, kv_heads: int, count: int) -> tuple[Chunk, ...]:
-    """``count`` runs of whole key/value heads, or, of one such head, of its query heads; the first are the smallest."""
-    units = kv_heads if kv_heads > 1 else heads
-    bounds = [units * i // count for i in range(count + 1)]
-    runs = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
-    if kv_heads == 1:
-        return tuple(Chunk(run, range(1), run.start == 0) for run in runs)
-    group = heads // kv_heads
-    return tuple(Chunk(range(run.start * group, run.stop * group), run, True) for run in runs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,7 +319,7 @@ def operands_of(route: Route, rank: int, c: int, memory: torch.Tensor) -> list[t
 
 
 def kept_of(route: Route, rank: int, c: int, memory: torch.Tensor) -> list[torch.Tensor]:
-    """Those of a chunk's operands that backward reads again, in a copy of what came first."""
+    """A chunk's operands that backward reads again, in a copy of what came first."""
     views = views_of(route, rank)[c]
     kept = views if route.problem.parts == route.problem.ranks else views[:1]
     return [memory.as_strided(*view) for view in kept]

@@ -21,8 +21,8 @@ from overlap_torch._attention.call import total_of
 from overlap_torch._attention.exchange import Exchange
 from overlap_torch._attention.functions import chunks_over_peers
 from overlap_torch._attention.kernels import Form
-from overlap_torch._attention.peers import Chunk, PeerExchange, Route, cut_heads, route_of
-from overlap_torch._attention.work import Problem, Share, share_of
+from overlap_torch._attention.peers import PeerExchange, Route, route_of
+from overlap_torch._attention.work import Chunk, Problem, Share, cut_heads, share_of
 from overlap_torch._ops.handles import Handle, Held
 from overlap_torch._torch_versions import context_parallel_module
 
@@ -103,8 +103,8 @@ def _share(group: dist.ProcessGroup, query: torch.Tensor, key: torch.Tensor, cau
 
 
 def _exchange(share: Share, query: torch.Tensor, value: torch.Tensor, group: str) -> Exchange:
-    sizes = (query.shape[0], query.shape[3], value.shape[3])
-    return _known_exchange(share.problem, share.rank, *sizes, group)
+    form = Form(query.shape[0], query.dtype, query.shape[3], value.shape[3])
+    return _known_exchange(share.problem, share.rank, form, group)
 
 
 @functools.lru_cache(maxsize=64)
@@ -217,7 +217,6 @@ def _backward(
             for_k.append((seen, dk.transpose(1, 2)))
             for_v.append((seen, dv.transpose(1, 2)))
     pairs = ((query, for_q), (keys, for_k), (values, for_v))
-    grads = _exchange(share, query, value, name).gradients_home(
-        *(total_of(like.transpose(1, 2), terms) for like, terms in pairs)
-    )
+    start = _exchange(share, query, value, name).start_gradients
+    grads = start(*(total_of(like.transpose(1, 2), terms) for like, terms in pairs))()
     return *(grad.transpose(1, 2) for grad in grads), *rest

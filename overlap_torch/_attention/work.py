@@ -159,6 +159,28 @@ def part_of(heads: int, parts: int, part: int) -> range:
     return range(head, head + 1)
 
 
+class Chunk(NamedTuple):
+    """Heads that a kernel's call computes, counted within a rank's part."""
+
+    heads: range
+    kv_heads: range
+    brings_keys: bool  # the first of the chunks with these keys
+
+    def of(self, queries: bool) -> range:
+        return self.heads if queries else self.kv_heads
+
+
+def cut_heads(heads: int, kv_heads: int, count: int) -> tuple[Chunk, ...]:
+    """``count`` runs of whole key/value heads, or, of one such head, of its query heads; the first are the smallest."""
+    units = kv_heads if kv_heads > 1 else heads
+    bounds = [units * i // count for i in range(count + 1)]
+    runs = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+    if kv_heads == 1:
+        return tuple(Chunk(run, range(1), run.start == 0) for run in runs)
+    group = heads // kv_heads
+    return tuple(Chunk(range(run.start * group, run.stop * group), run, True) for run in runs)
+
+
 def one_band(run: tuple[Piece, ...]) -> bool:
     """True if one band serves all pieces, so that a kernel may take them in one call."""
     return all(piece[2:] == run[0][2:] for piece in run)

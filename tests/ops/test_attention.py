@@ -183,8 +183,8 @@ def right_of(case: Case, operands, hidden, scale: float) -> list[torch.Tensor]:
     return [case.mine(one) for one in (output.detach(), *(leaf.grad for leaf in whole))]
 
 
-def check_exact(failures: Failures, cases: list[Case], peers: bool = False) -> None:
-    """Results and gradients bit for bit; dtypes take turns, and over peers so do numbers of chunks."""
+def check_exact(failures: Failures, cases: list[Case], transport: str | None = None) -> None:
+    """Results and gradients bit for bit; dtypes take turns, and with a transport so do numbers of chunks."""
     world = dist.get_world_size()
     numbers = itertools.count(1)
     dtypes = itertools.cycle(DTYPES)
@@ -196,10 +196,12 @@ def check_exact(failures: Failures, cases: list[Case], peers: bool = False) -> N
         right = right_of(case, operands, hidden, 1.0)
         for parts in [*allowed(case.heads, world), None]:
             dtype, by = next(dtypes), {}
-            if peers:
-                # With gradients a chunk has whole key/value heads. The chosen parts may have one.
-                most = 1 if parts is None else max(1, case.heads[1] // parts)
-                by = {"chunks": 1 + next(numbers) % most, "transport": "peer"}
+            # With gradients a chunk has whole key/value heads. The chosen parts may have one.
+            most = 1 if parts is None else max(1, case.heads[1] // parts)
+            if transport == "nccl" and most == 1:
+                continue
+            if transport is not None:
+                by = {"chunks": 1 + next(numbers) % most, "transport": transport}
             found = run(case, operands, dtype, parts, 1.0, **by)
             for name, mine, value in zip(("o", "dq", "dk", "dv"), found, right, strict=True):
                 assert value.numel() == 0 or value.abs().max() <= 256
@@ -221,7 +223,13 @@ def test_attention_over_peers_is_the_whole_sequences_bit_for_bit(failures: Failu
             stack.enter_context(over_peers())
         for name in ("start_all_to_all", "start_all_gather"):
             stack.enter_context(mock.patch.object(collectives, name, side_effect=AssertionError))
-        check_exact(failures, CASES, peers=True)
+        check_exact(failures, CASES, "peer")
+
+
+@pytest.mark.ranks((2, "gloo"), (4, "gloo"), (2, "nccl"), (4, "nccl"))
+def test_attention_in_chunks_is_the_whole_sequences_bit_for_bit(failures: Failures) -> None:
+    """Chunks of heads over the group's collectives."""
+    check_exact(failures, CASES, "nccl")
 
 
 @pytest.mark.ranks((2, "gloo"), (4, "gloo"), (2, "nccl"))

@@ -186,9 +186,7 @@ def test_attention_by_callers_kernels_is_the_whole_sequences(failures: Failures)
     world, rank = dist.get_world_size(), dist.get_rank()
     for kernel, transport in itertools.product((with_slopes, Slopes()), ("nccl", "peer")):
         for parts in parts_allowed(world, 4, 2):
-            by = {"head_parts": parts, "transport": transport}
-            if transport == "peer":
-                by["chunks"] = max(1, 2 // parts)
+            by = {"head_parts": parts, "transport": transport, "chunks": max(1, 2 // parts)}
             own = operands((4, 8), (2, 8), (2, 6))
             slopes = torch.linspace(
                 0.1, 0.4, 4, dtype=torch.float64, device=rank_device()
@@ -329,27 +327,57 @@ def test_attention_over_peers_lends_slots(failures: Failures) -> None:
 
 
 def test_attention_takes_peers_by_itself_only_where_they_were_timed() -> None:
-    """The chunks over peers, whether gradients go over peers, too, and why not, of calls on a GPU."""
+    """The passes that copies carry of calls on a GPU, and why they carry none; without gradients one at most."""
     form = (1, torch.bfloat16, 64, 64)
     cases = [
-        ((4, 8, 8), {}, (True, True, "")),
-        ((4, 8, 2), {}, (True, False, "")),  # several ranks have terms of a head's gradient
-        ((1, 8, 8), {}, (True, False, "")),
-        ((2, 8, 8), {}, (False, False, "head parts of 2 on 4 ranks")),
-        ((4, 8, 8), {"per_head": True}, (False, False, "per_head")),
-        ((4, 8, 2), {"transport": "peer"}, (True, True, "")),
-        ((1, 8, 8), {"transport": "peer", "per_head": True}, (True, True, "")),
-        ((2, 8, 8), {"transport": "peer"}, (True, True, "")),
+        ((4, 8, 8), {}, (2, "")),
+        ((4, 8, 2), {}, (1, "")),  # several ranks have terms of a head's gradient
+        ((1, 8, 8), {}, (1, "")),
+        ((2, 8, 8), {}, (0, "head parts of 2 on 4 ranks")),
+        ((4, 8, 8), {"per_head": True}, (0, "per_head")),
+        ((4, 8, 2), {"transport": "peer"}, (2, "")),
+        ((1, 8, 8), {"transport": "peer", "per_head": True}, (2, "")),
+        ((2, 8, 8), {"transport": "peer"}, (2, "")),
     ]
     for (parts, *heads), asked, expected in cases:
         wanted = (asked.get("transport"), None, asked.get("per_head", False))
         problem = ((64,) * 4, False, *heads, None, 0, (), parts)
         for backward in (False, True):
-            count, back, why = functions._chunks(
+            _, copied, why = functions._chunks(
                 wanted, backward, torch.device("cuda"), True, problem, form
             )
-            by_peers, back_by_peers, said = expected
-            assert (count > 0, back, why) == (by_peers, back_by_peers and backward, said), expected
+            passes, said = expected
+            assert (copied, why) == (passes if backward else min(passes, 1), said), expected
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_attention_in_chunks_sends_before_the_kernel(failures: Failures) -> None:
+    """A chunk is on its way before the kernel computes the one before; results go home before the next kernel."""
+    order: list[str] = []
+
+    class Noted(Plain):
+        def forward(self, *given):
+            order.append("kernel")
+            return super().forward(*given)
+
+        def backward(self, *given):
+            order.append("kernel")
+            return super().backward(*given)
+
+    start = collectives.start_all_to_all
+
+    def noted(*given):
+        order.append("send")
+        return start(*given)
+
+    with mock.patch.object(collectives, "start_all_to_all", noted):
+        own = operands((4, 8), (4, 8), (4, 8))
+        output = attend(*own, kernel=Noted(), head_parts=2, transport="nccl", chunks=2)
+        forward, order = order, []
+        output.sum().backward()
+    # Heads 0 and 1, products 0, results 0, products 1, results 1; the gradients likewise.
+    expected = ["send", "send", "kernel", "send", "kernel", "send"]
+    failures.equal([forward, order], [expected, expected], "order")
 
 
 @pytest.mark.ranks((1, "gloo"), (3, "gloo"))
@@ -419,6 +447,7 @@ def test_attention_compiles_to_one_operator(failures: Failures) -> None:
         {"window": (1, None), "documents": Documents([3, 4 * dist.get_world_size() - 3])},
         {"causal": True, "head_parts": 2, "transport": "peer", "chunks": 1},
         {"window": (1, 1), "head_parts": 1, "transport": "peer", "chunks": 2},
+        {"causal": True, "head_parts": 1, "transport": "nccl", "chunks": 2},
     ]
     for keywords in cases:
         own = operands((4, 8), (2, 8), (2, 8), dtype=torch.bfloat16 if on_gpu else torch.float32)
@@ -593,7 +622,7 @@ def test_attention_says_what_does_not_fit(failures: Failures) -> None:
         ("no process group is named", None, {"group": "nobody"}),
         ("transport is None, 'peer' or 'nccl'", None, {"transport": "ring"}),
         ("do not carry calls on cpu", None, {"transport": "peer"}),
-        ("chunks=2 travel over peers", None, {"chunks": 2}),
+        ("head parts of 2 allow 1 to 2 over the group's collectives", None, {"chunks": 3, "head_parts": 2}),
         ("chunks=3: its parts of 2 allow 1 to 2", None, {"transport": "peer", "head_parts": 2, "chunks": 3}),
         ("no multiple of 16 bytes", (nothing[..., :3],) * 3, {"transport": "peer"}),
     ]  # fmt: skip
@@ -679,8 +708,9 @@ def test_attention_over_peers_does_not_race(failures: Failures, calls: int) -> N
     problems = problems_over_peers()
     right = []
     for own, keywords in problems:
-        chunks = keywords["chunks"]
-        right.append(both(own, **{**keywords, "chunks": None, "transport": "nccl"}))
+        chunks, by_nccl = keywords["chunks"], {**keywords, "transport": "nccl"}
+        right.append(both(own, **{**by_nccl, "chunks": None}))
+        failures.expect_equal(both(own, **by_nccl), right[-1], f"{chunks} chunks over NCCL")
         failures.expect_equal(both(own, **keywords), right[-1], f"first call, {chunks} chunks")
     own, keywords = [one.detach() for one in problems[0][0]], problems[0][1]
     graph, output = capture(lambda: attend(*own, **keywords))
