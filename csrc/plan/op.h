@@ -1,4 +1,4 @@
-// The ops, and the table of what tells them apart. Other files ask the table, and compare no ops.
+// The ops and the collectives, each with the table of what tells them apart. Other files ask the tables, and compare no ops.
 #pragma once
 
 #include <array>
@@ -15,8 +15,8 @@ enum class Op : int32_t {
   kGemmAllToAll = 3,
 };
 
-// A chunk's communication; plan_fields.h says what each is. An exchange moves as many bytes as an all-reduce of two ranks, and
-// NCCL's all-gather fills the link with a third of the CTAs that its all-reduce takes.
+// A chunk's communication. An exchange moves as many bytes as an all-reduce of two ranks, and NCCL's all-gather fills the link
+// with a third of the CTAs that its all-reduce takes.
 enum class Collective : int32_t {
   kAllReduce = 0,
   kExchange = 1,
@@ -29,6 +29,65 @@ enum class Collective : int32_t {
   kOwners = 8,
   kHierarchical = 9,
 };
+
+enum CollectiveTrait : uint32_t {
+  kForAllReduces = 1,  // all-reduces may have it in place of their own
+  kForSums = 2,        // all-reduces and reduce-scatters may
+  kPeersOnly = 4,      // it stores into peers' memory
+  kOrMessages = 8,     // or, on CPU, sends messages
+  kOverlaps = 16,      // it has no form that follows the GEMM
+  kOneChunk = 32,      // nothing of it waits for a chunk
+  kOwnsParts = 64,  // each rank has a part of the rows, which the GEMMs compute one after the other
+  kFlagsTiles = 128,     // the GEMM passes tiles on as it stores them; each has a flag
+  kSumsInOrder = 256,    // terms are added in the order of ranks
+  kMovesAccesses = 512,  // over peers a kernel moves rows by whole accesses
+};
+
+struct CollectiveTraits {
+  const char* name;
+  const char* doc;
+  uint32_t traits = 0;
+
+  constexpr bool has(uint32_t any) const { return (traits & any) != 0; }
+};
+
+inline constexpr std::array<CollectiveTraits, 10> kCollectives = {{
+    {"all_reduce", "gemm_allreduce: NCCL's or gloo's all-reduce"},
+    {"exchange", "gemm_allreduce between two ranks: each gathers both chunks and adds them up",
+     kForAllReduces | kOverlaps},
+    {"reduce_scatter", "gemm_reducescatter"},
+    {"all_gather", "allgather_gemm"},
+    {"all_to_all", "gemm_alltoall", kMovesAccesses},
+    {"ring", "reductions over peers: partial sums go from rank to rank, and each rank adds its own",
+     kForSums | kPeersOnly | kOverlaps | kOneChunk | kOwnsParts | kFlagsTiles},
+    {"direct",
+     "reductions over peers: partial sums go to the ranks that need them, which add them up",
+     kForSums | kPeersOnly | kOneChunk | kSumsInOrder | kMovesAccesses},
+    {"stripes",
+     "reductions over peers: the framework's GEMM stores each rank's rows into that rank's memory, "
+     "and the rank adds them up, chunk by chunk",
+     kForSums | kPeersOnly | kOrMessages | kOverlaps | kOwnsParts},
+    {"owners",
+     "reductions over peers: each tile goes to the rank that owns its rows, whose GEMM adds the "
+     "terms in rank order",
+     kForSums | kPeersOnly | kOverlaps | kOneChunk | kOwnsParts | kFlagsTiles | kSumsInOrder},
+    {"hierarchical",
+     "several hosts: the ranks of a host add up or share rows first, so that each row crosses "
+     "between hosts once; all ops but gemm_alltoall",
+     kOverlaps},
+}};
+
+// A number that is no collective's, which validate refuses, has the first row.
+constexpr const CollectiveTraits& traits(Collective collective) {
+  const auto row = static_cast<size_t>(collective);
+  return kCollectives[row < kCollectives.size() ? row : 0];
+}
+constexpr const char* name(Collective collective) {
+  return traits(collective).name;
+}
+constexpr bool has(Collective collective, uint32_t any) {
+  return traits(collective).has(any);
+}
 
 // An op is a GEMM with a movement of rows before or after it.
 struct OpTraits {

@@ -150,7 +150,6 @@ OVERLAP_NAME(Invariance)
 OVERLAP_NAME(Recipe)
 OVERLAP_NAME(Schedule)
 OVERLAP_NAME(Layout)
-OVERLAP_NAME(Collective)
 OVERLAP_NAME(Memory)
 OVERLAP_NAME(Way)
 OVERLAP_NAME(Engine)
@@ -161,6 +160,14 @@ std::string kernel_names(Ability with, uint32_t without) {
   for (const KernelTraits& one : kKernels) {
     if (one.can(with) && (one.abilities & without) == 0)
       text += (text.empty() ? "" : " and ") + std::string(one.name);
+  }
+  return text;
+}
+
+std::string collective_names(uint32_t any) {
+  std::string text;
+  for (const CollectiveTraits& one : kCollectives) {
+    if (one.has(any)) text += (text.empty() ? "" : " or ") + std::string(one.name);
   }
   return text;
 }
@@ -223,9 +230,7 @@ int32_t op_row_parts(const Problem& problem) {
 int32_t row_parts(const Plan& plan) {
   // Transfers name rows themselves.
   if (has_program(plan) && plan.problem.traits().scatters()) return 1;
-  const bool owned = plan.collective == Collective::kRing ||
-                     plan.collective == Collective::kOwners ||
-                     plan.collective == Collective::kStripes ||
+  const bool owned = has(plan.collective, kOwnsParts) ||
                      (plan.collective == Collective::kDirect &&
                       plan.schedule == Schedule::kOverlapped && direct_in_pieces(plan));
   return owned ? plan.problem.world_size : op_row_parts(plan.problem);
@@ -253,12 +258,11 @@ int64_t direct_piece_bytes(const Plan& plan) {
 }
 
 bool is_invariant(const Plan& plan) {
-  const bool in_order =
-      plan.collective == Collective::kDirect || plan.collective == Collective::kOwners;
   // The framework picks another GEMM for another number of rows. This package's of one GPU add along K alike.
   const bool own = plan.problem.invariance == Invariance::kWorld
                        ? can(plan.kernel, kAddsGroups) && kernel_takes_groups(plan.problem)
                        : plan.kernel != Kernel::kLibrary;
+  const bool in_order = has(plan.collective, kSumsInOrder);
   return in_order && (own || plan.problem.given()) && over_peers(plan) && !has_program(plan);
 }
 
@@ -341,9 +345,8 @@ Collective collective_of(Op op) {
 }
 
 int32_t row_grain(const Plan& plan) {
-  // A ring, owners and stripes compute one part at a time, an all-gather all but one.
-  if (plan.collective == Collective::kRing || plan.collective == Collective::kOwners ||
-      plan.collective == Collective::kStripes || plan.problem.traits().gathers()) {
+  // An all-gather's own part is computed apart, too.
+  if (has(plan.collective, kOwnsParts) || plan.problem.traits().gathers()) {
     return plan.cluster_m;
   }
   const int32_t parts = row_parts(plan);

@@ -62,13 +62,14 @@ const char* name(Op op);
 const char* name(Recipe recipe);
 const char* name(Invariance invariance);
 const char* name(Schedule schedule);
-const char* name(Collective collective);
 const char* name(Memory memory);
 const char* name(Way way);
 const char* name(Engine engine);
 
 // Names of the kernels that have the one ability, and not the other; with "and" between them.
 std::string kernel_names(Ability with, uint32_t without = 0);
+// Names of the collectives that have one of these traits; with "or" between them.
+std::string collective_names(uint32_t any);
 
 // All ranks share this, and nothing else: ranks that agree on it make the same communication calls.
 struct Problem {

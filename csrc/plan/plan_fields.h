@@ -81,27 +81,7 @@ OVERLAP_ENUM(Kernel, "Which GEMM computes the tiles.", members_of<Kernel>(kKerne
 
 OVERLAP_ENUM(Transport, "How chunks travel.", members_of<Transport>(kTransports))
 
-OVERLAP_ENUM(
-    Collective, "What communicates a chunk.",
-    Member{Collective::kAllReduce, "all_reduce", "gemm_allreduce: NCCL's or gloo's all-reduce"},
-    Member{Collective::kExchange, "exchange",
-           "gemm_allreduce between two ranks: each gathers both chunks and adds them up"},
-    Member{Collective::kReduceScatter, "reduce_scatter", "gemm_reducescatter"},
-    Member{Collective::kAllGather, "all_gather", "allgather_gemm"},
-    Member{Collective::kAllToAll, "all_to_all", "gemm_alltoall"},
-    Member{Collective::kRing, "ring",
-           "reductions over peers: partial sums go from rank to rank, and each rank adds its own"},
-    Member{Collective::kDirect, "direct",
-           "reductions over peers: partial sums go to the ranks that need them, which add them up"},
-    Member{Collective::kStripes, "stripes",
-           "reductions over peers: the framework's GEMM stores each rank's rows into that rank's "
-           "memory, and the rank adds them up, chunk by chunk"},
-    Member{Collective::kOwners, "owners",
-           "reductions over peers: each tile goes to the rank that owns its rows, whose GEMM adds "
-           "the terms in rank order"},
-    Member{Collective::kHierarchical, "hierarchical",
-           "several hosts: the ranks of a host add up or share rows first, so that each row "
-           "crosses between hosts once; all ops but gemm_alltoall"})
+OVERLAP_ENUM(Collective, "What communicates a chunk.", members_of<Collective>(kCollectives))
 
 OVERLAP_ENUM(Layout, "Where finished tiles are stored until their chunk has arrived.",
              Member{Layout::kRowMajor, "row_major",

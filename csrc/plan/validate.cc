@@ -107,23 +107,18 @@ void check_collective_of_op(const Plan& plan) {
   check_enum("collective", plan.collective, Collective::kHierarchical);
   if (plan.clique != 0 || hierarchical(plan)) check_cliques(plan);
   if (hierarchical(plan)) return check_hierarchy(plan);
-  const bool of_peers = plan.collective >= Collective::kRing;
+  const CollectiveTraits& given = traits(plan.collective);
+  const OpTraits op = plan.problem.traits();
   const Collective own = collective_of(plan.problem.op);
-  const bool all_reduces = plan.problem.traits().all_reduces();
-  const bool reduces = plan.problem.traits().sums();
-  if (plan.collective != own && !(all_reduces && plan.collective == Collective::kExchange) &&
-      !(reduces && of_peers)) {
-    fail("collective of ", name(plan.problem.op), " is ", name(plan.collective), ", allowed is ",
-         name(own),
-         all_reduces ? ", exchange, ring, direct, stripes or owners"
-         : reduces   ? ", ring, direct, stripes or owners"
-                     : "",
-         ": take that");
+  const uint32_t others = (op.all_reduces() ? kForAllReduces : 0) | (op.sums() ? kForSums : 0);
+  if (plan.collective != own && !given.has(others)) {
+    fail("collective of ", name(plan.problem.op), " is ", given.name, ", allowed is ", name(own),
+         others == 0 ? "" : " or " + collective_names(others), ": take that");
   }
-  const bool by_messages = plan.collective == Collective::kStripes && plan.transport().on_cpu;
-  if (of_peers && !plan.chunks.empty() && !over_peers(plan) && !by_messages) {
-    fail("collective is ", name(plan.collective), " with the transport ", plan.transport().name,
-         ", allowed is peer", plan.collective == Collective::kStripes ? ", or gloo on CPU" : "",
+  const bool by_messages = given.has(kOrMessages) && plan.transport().on_cpu;
+  if (given.has(kPeersOnly) && !plan.chunks.empty() && !over_peers(plan) && !by_messages) {
+    fail("collective is ", given.name, " with the transport ", plan.transport().name,
+         ", allowed is peer", given.has(kOrMessages) ? ", or gloo on CPU" : "",
          ": take that, or the collective ", name(own));
   }
 }
@@ -278,15 +273,13 @@ void check_peers(const Plan& plan) {
     return;
   }
   const Problem& problem = plan.problem;
+  const CollectiveTraits& given = traits(plan.collective);
   const bool overlapped = plan.schedule == Schedule::kOverlapped;
-  const bool direct = plan.collective == Collective::kDirect;
   const bool gathers = plan.collective == Collective::kAllGather;
-  const bool owners = plan.collective == Collective::kOwners;
-  const bool ring = plan.collective == Collective::kRing || owners;
   const bool exchanges = plan.collective == Collective::kAllToAll;
-  const bool stripes = plan.collective == Collective::kStripes;
-  if (!(direct || gathers || ((ring || exchanges || stripes) && overlapped)) ||
-      plan.layout != Layout::kRowMajor || plan.resources.window || plan.resources.lanes != 1) {
+  if (!(given.has(kPeersOnly) || gathers || exchanges) ||
+      ((given.has(kOverlaps) || exchanges) && !overlapped) || plan.layout != Layout::kRowMajor ||
+      plan.resources.window || plan.resources.lanes != 1) {
     fail("plan of ", name(problem.op), " travels by peer with the collective ",
          name(plan.collective), ", the schedule ", name(plan.schedule), ", the layout ",
          name(plan.layout), ", window = ", plan.resources.window,
@@ -299,22 +292,22 @@ void check_peers(const Plan& plan) {
     fail("plan travels by peer between ", problem.world_size, " ranks, allowed are 2 to ",
          kMaxPeers, ": take the transport nccl");
   }
-  if (row_parts(plan) > 1 && !ring && !stripes && problem.m % problem.world_size != 0) {
+  if (row_parts(plan) > 1 && !given.has(kOwnsParts) && problem.m % problem.world_size != 0) {
     fail("plan travels by peer with m = ", problem.m, " on ", problem.world_size,
          " ranks, allowed are multiples of the number of ranks, as each owns an equal part: take "
          "the transport nccl");
   }
-  if (ring && problem.m > 0 && !every_part_has_rows(problem)) {
+  if (given.has(kFlagsTiles) && problem.m > 0 && !every_part_has_rows(problem)) {
     fail("plan with the collective ", name(plan.collective), " cuts m = ", problem.m, " into ",
          problem.world_size, " parts of ", part_rows(plan),
          " rows, allowed are numbers of rows of which the last part has some: take the collective "
          "direct, or the transport nccl");
   }
-  if (ring && ring_tiles(plan) > kMaxRingTiles) {
+  if (given.has(kFlagsTiles) && ring_tiles(plan) > kMaxRingTiles) {
     fail("plan with the collective ", name(plan.collective), " passes on ", ring_tiles(plan),
          " tiles, allowed are ", kMaxRingTiles, ", as each has a flag: take the transport nccl");
   }
-  if (owners && !adds_terms(plan.kernel, problem)) {
+  if (given.has(kFlagsTiles) && given.has(kSumsInOrder) && !adds_terms(plan.kernel, problem)) {
     fail("plan with the collective owners has the kernel ", name(plan.kernel), " on ",
          problem.world_size, " ranks, allowed are ", kernel_names(kAddsTerms),
          ", which has registers for the ranks' terms, and between two ranks ",
@@ -325,14 +318,14 @@ void check_peers(const Plan& plan) {
         "plan with the collective ", name(plan.collective), " and the kernel ", name(plan.kernel),
         " has one_launch, allowed is that of all_to_all by peer with a ping-pong kernel: clear it");
   }
-  if ((direct || ring) && plan.chunks.size() != 1) {
+  if (given.has(kOneChunk) && plan.chunks.size() != 1) {
     fail("plan with the collective ", name(plan.collective), " has ", plan.chunks.size(),
          " chunks, allowed is one of all tiles, as nothing of it waits for a chunk: join them");
   }
   // One kernel moves whole accesses.
   constexpr int64_t kAccess = 16;
   const int64_t row_bytes = moved_columns(problem) * moved_bytes(problem);
-  if ((direct || exchanges || (gathers && !overlapped)) && row_bytes % kAccess != 0) {
+  if ((given.has(kMovesAccesses) || (gathers && !overlapped)) && row_bytes % kAccess != 0) {
     fail("plan travels by peer with the collective ", name(plan.collective), " and rows of ",
          row_bytes, " bytes, allowed are multiples of ", kAccess,
          ", which is what one access moves: take the transport nccl");

@@ -112,7 +112,7 @@ bool too_small_for_peers(const Problem& problem, const Machine& machine) {
 bool has_ring_flags(const Problem& problem, Kernel kernel) {
   Plan base = base_plan(problem, kernel, Transport::kPeer, {});
   base.chunks.resize(1);  // as peer_schedules has it
-  return base.collective != Collective::kRing || ring_tiles(base) <= kMaxRingTiles;
+  return !has(base.collective, kFlagsTiles) || ring_tiles(base) <= kMaxRingTiles;
 }
 
 void set_peer_sms(Candidates& plans, size_t first) {

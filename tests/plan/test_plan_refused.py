@@ -171,7 +171,7 @@ WRONG = {
         ({"collective": types.Collective.EXCHANGE}, "travels by peer with the collective exchange, "),
         (
             {"collective": types.Collective.ALL_GATHER},
-            "collective of gemm_allreduce is all_gather, allowed is all_reduce, exchange, ring, direct, stripes or owners: take that",
+            "collective of gemm_allreduce is all_gather, allowed is all_reduce or exchange or ring or direct or stripes or owners: take that",
         ),
         (
             {"chunks": [types.Chunk(16, types.Transport.PEER)] * 2},

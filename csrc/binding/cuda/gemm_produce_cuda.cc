@@ -148,9 +148,7 @@ class Reduction : public CudaOperands {
   kernels::GemmParams probe() const {
     kernels::GemmParams gemm = gemms_[0];
     gemm.output = outputs_[0].data_ptr();
-    const bool ring = plan_.collective == plan::Collective::kRing ||
-                      plan_.collective == plan::Collective::kOwners;
-    if (ring || direct_) gemm.peers.emplace();
+    if (plan::has(plan_.collective, plan::kFlagsTiles) || direct_) gemm.peers.emplace();
     return gemm;
   }
 

@@ -113,9 +113,8 @@ void check_callers(const plan::Plan& plan) {
         "a kernel of your own runs by programs of gemm_allreduce and gemm_reducescatter, not of ",
         plan::name(plan.problem.op), ": take a plan whose chunks travel by its collective");
   }
-  if (!plan::over_peers(plan) || op.gathers() || plan::hierarchical(plan) ||
-      plan.collective == plan::Collective::kDirect || plan.collective == plan::Collective::kStripes)
-    return;
+  const bool stores = op.rows_by_rank || plan::has(plan.collective, plan::kFlagsTiles);
+  if (!plan::over_peers(plan) || !stores) return;
   plan::fail(
       "a kernel of your own cannot run by the plan's collective ", plan::name(plan.collective),
       " over peers, which this package's GEMMs do as they store; take the collective direct or "
@@ -140,9 +139,7 @@ StepList lower_family(const RankCall& call) {
     if (!callers) return lower_one_collective(plan, call.variant.finish);
   }
   if (plan.problem.traits().gathers()) return lower_consume(call);
-  if (plan.collective == plan::Collective::kRing || plan.collective == plan::Collective::kOwners) {
-    return lower_ring(call);
-  }
+  if (plan::has(plan.collective, plan::kFlagsTiles)) return lower_ring(call);
   return lower_produce(call);
 }
 
