@@ -51,47 +51,57 @@ Recipe recipe_of(const char* op, const char* name, int64_t number, int64_t Types
                     supported);
 }
 
-// An operand's sizes, and whether it is the weight.
-struct Operand {
-  at::IntArrayRef sizes;
-  bool is_weight;
+bool is_one(at::IntArrayRef sizes) {
+  return c10::multiply_integers(sizes) == 1;
+}
 
-  at::IntArrayRef leading() const { return sizes.slice(0, sizes.size() - 1); }
-  int64_t rows() const { return c10::multiply_integers(leading()); }
-};
+// [rows, columns], or with the input's own leading dims.
+bool is_matrix(at::IntArrayRef sizes, at::IntArrayRef leading, int64_t columns) {
+  if (sizes.empty() || sizes.back() != columns) return false;
+  const at::IntArrayRef before = sizes.slice(0, sizes.size() - 1);
+  return before == leading || (before.size() == 1 && before[0] == c10::multiply_integers(leading));
+}
 
-// [rows, columns] of its scales.
-std::array<int64_t, 2> shape_of(Recipe recipe, const Operand& operand) {
-  const int64_t rows = operand.rows();
+bool fits_input(Recipe recipe, at::IntArrayRef sizes, at::IntArrayRef input) {
+  const at::IntArrayRef leading = input.slice(0, input.size() - 1);
   switch (recipe) {
     case Recipe::kTensor:
-      return {1, 1};
+      return is_one(sizes);
     case Recipe::kRow:
-      return {rows, 1};
+      return is_matrix(sizes, leading, 1) ||
+             (sizes.size() == 1 && sizes[0] == c10::multiply_integers(leading));
     default:
-      return {operand.is_weight ? blocks(rows) : rows, blocks(operand.sizes.back())};
+      return is_matrix(sizes, leading, blocks(input.back()));
   }
 }
 
-// One number in any shape; else a matrix, one with the operand's own leading dims, or, of rows, a vector.
-bool fits(Recipe recipe, at::IntArrayRef sizes, const Operand& operand) {
-  if (recipe == Recipe::kTensor) return c10::multiply_integers(sizes) == 1;
-  const auto [rows, columns] = shape_of(recipe, operand);
-  if (recipe == Recipe::kRow && sizes.size() == 1 && sizes[0] == rows) return true;
-  if (sizes.empty() || sizes.back() != columns) return false;
-  const at::IntArrayRef before = sizes.slice(0, sizes.size() - 1);
-  return (before.size() == 1 && before[0] == rows) ||
-         (before == operand.leading() && rows == operand.rows());
+bool fits_weight(Recipe recipe, at::IntArrayRef sizes, at::IntArrayRef weight) {
+  const int64_t n = weight[0];
+  const at::IntArrayRef rows = weight.slice(0, 1);
+  switch (recipe) {
+    case Recipe::kTensor:
+      return is_one(sizes);
+    case Recipe::kRow:
+      return is_matrix(sizes, rows, 1) || (sizes.size() == 1 && sizes[0] == n);
+    default:
+      return sizes == at::IntArrayRef({blocks(n), blocks(weight[1])});
+  }
 }
 
 // The shapes that a recipe's scales have, for messages.
 std::string shapes_of(Recipe recipe, const at::Tensor& input, const at::Tensor& weight) {
-  if (recipe == Recipe::kTensor) return "one number each (TensorWise)";
-  const auto of_input = shape_of(recipe, {input.sizes(), false});
-  const auto of_weight = shape_of(recipe, {weight.sizes(), true});
-  const bool by_rows = recipe == Recipe::kRow;
-  return c10::str("[", of_input[0], ", ", of_input[1], "] and [", of_weight[0], ", ", of_weight[1],
-                  "] (", by_rows ? "RowWise" : "BlockWise1x128 and BlockWise128x128", ")");
+  const int64_t m = c10::multiply_integers(input.sizes().slice(0, input.dim() - 1));
+  const int64_t n = weight.size(0);
+  const int64_t k_blocks = blocks(weight.size(1));
+  switch (recipe) {
+    case Recipe::kTensor:
+      return "one number each (TensorWise)";
+    case Recipe::kRow:
+      return c10::str("[", m, ", 1] and [", n, ", 1] (RowWise)");
+    default:
+      return c10::str("[", m, ", ", k_blocks, "] and [", blocks(n), ", ", k_blocks,
+                      "] (BlockWise1x128 and BlockWise128x128)");
+  }
 }
 
 std::string shapes_of(const std::vector<Recipe>& recipes, const at::Tensor& input,
@@ -135,8 +145,8 @@ Recipe recipe_of(const char* op, const at::Tensor& input, const std::vector<at::
     }
     std::vector<Recipe> fitting;
     for (const Recipe recipe : possible) {
-      if (fits(recipe, given.input.sizes(), {input.sizes(), false}) &&
-          fits(recipe, given.weights[i].sizes(), {weights[i].sizes(), true})) {
+      if (fits_input(recipe, given.input.sizes(), input.sizes()) &&
+          fits_weight(recipe, given.weights[i].sizes(), weights[i].sizes())) {
         fitting.push_back(recipe);
       }
     }
@@ -154,9 +164,9 @@ Recipe recipe_of(const char* op, const at::Tensor& input, const std::vector<at::
 }
 
 // Scales as a contiguous matrix; most are one.
-at::Tensor as_matrix(const at::Tensor& scales, const std::array<int64_t, 2>& shape) {
-  if (scales.sizes() == at::IntArrayRef(shape) && scales.is_contiguous()) return scales;
-  return scales.reshape(shape).contiguous();
+at::Tensor as_matrix(const at::Tensor& scales, int64_t rows, int64_t columns) {
+  if (scales.sizes() == at::IntArrayRef({rows, columns}) && scales.is_contiguous()) return scales;
+  return scales.reshape({rows, columns}).contiguous();
 }
 
 // Each of `blocks` rows or columns stands for 128 of them, `size` in all.
@@ -234,10 +244,14 @@ Scales check_scales(const char* op, const at::Tensor& input, const std::vector<a
   TORCH_CHECK_VALUE(!given.shared_input || scales.recipe == Recipe::kTensor, op,
                     ": shared_scale_input is for TensorWise scales, but these are ",
                     shapes_of(scales.recipe, input, weights.front()));
-  scales.input = as_matrix(given.input, shape_of(scales.recipe, {input.sizes(), false}));
+  const bool one = scales.recipe == Recipe::kTensor;
+  const int64_t columns = scales.recipe == Recipe::kBlock ? blocks(input.size(-1)) : 1;
+  const int64_t m = c10::multiply_integers(input.sizes().slice(0, input.dim() - 1));
+  scales.input = as_matrix(given.input, one ? 1 : m, columns);
   for (size_t i = 0; i < weights.size(); ++i) {
-    const auto shape = shape_of(scales.recipe, {weights[i].sizes(), true});
-    scales.weights.push_back(as_matrix(given.weights[i], shape));
+    const int64_t n = weights[i].size(0);
+    const int64_t rows = one ? 1 : scales.recipe == Recipe::kBlock ? blocks(n) : n;
+    scales.weights.push_back(as_matrix(given.weights[i], rows, columns));
   }
   scales.output_dtype = out;
   scales.use_fast_accum = given.use_fast_accum;
