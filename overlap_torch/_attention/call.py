@@ -296,14 +296,11 @@ class Attention:
         per_head: Tensors,
     ) -> tuple[Sequence[torch.Tensor], Tensors]:
         """The gradients of q, k and v of these chunks, whose heads lie beside each other in the operands, and of their slices of per_head."""
-        first, found, more = calls[0][0], [], []
+        found, more = [], []
         for chunk, of in calls:
             cut = operands
-            if len(calls) > 1:
-                heads, keys = (
-                    range(run.start - begin.start, run.stop - begin.start)
-                    for run, begin in ((chunk.heads, first.heads), (chunk.kv_heads, first.kv_heads))
-                )
+            if len(calls) > 1:  # all chunks of this rank's part
+                heads, keys = chunk.heads, chunk.kv_heads
                 runs = (heads, heads, keys, keys, heads)
                 cut = [_part(one, 2, run) for one, run in zip(operands, runs, strict=True)]
             slices = self._of_chunk(per_head, chunk)

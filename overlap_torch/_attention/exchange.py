@@ -304,8 +304,8 @@ class Exchange:
             (self.kv_columns, self.width),
             (self.kv_columns - self.k_columns, self.value_width),
         )
-        if problem.parts == problem.ranks and problem.kv_heads % problem.parts == 0:
-            columns = self.columns[0]  # each head has one term
+        if not problem.adds_terms:
+            columns = self.columns[0]
             return [
                 self._assembled(arrived, columns, columns - at, heads, width)
                 for at, width in places

@@ -245,12 +245,6 @@ def _refused_route(problem: Problem, form: Form, count: int, backward: bool) -> 
     return takes(route_of(problem, cut, form, backward))
 
 
-def _copies_bring_gradients(asked: bool, problem: Problem, form: Form, count: int) -> bool:
-    """True if a call over peers has its gradients over peers, too. Without terms to add up that was timed; else a caller asks."""
-    whole = problem.parts == problem.ranks and problem.kv_heads % problem.parts == 0
-    return (asked or whole) and not _refused_route(problem, form, count, True)
-
-
 @constant_in_graphs
 def _chunks(
     wanted: tuple, backward: bool, device: torch.device, reached: bool, problem: tuple, form: tuple
@@ -276,9 +270,11 @@ def _chunks(
                 "key/value heads"
             )
         return chunks or 1, 0, why
-    count = choose_chunks(problem, form, backward) if chunks is None else chunks
-    back = backward and _copies_bring_gradients(transport == "peer", problem, form, count)
-    return count, 1 + back, ""
+    # Gradients without terms to add up were timed over peers; others a caller chooses. The route is asked with as many chunks as in
+    # _refused_by_peers: what is refused there without its gradients is not begun.
+    back = backward and (transport == "peer" or not problem.adds_terms)
+    back = back and not _refused_route(problem, form, chunks or 1, True)
+    return chunks or choose_chunks(problem, form, backward), 1 + back, ""
 
 
 def chunks_over_peers(problem: Problem, form: Form, device: torch.device, group: str) -> int:

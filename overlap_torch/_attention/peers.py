@@ -76,9 +76,8 @@ class Route:
         return len(run) * kind.width * self.item
 
     def adds_up(self, kind: Kind) -> bool:
-        """True if a returned head has a term of several ranks, which its rows' rank adds up."""
-        whole = self.problem.parts == self.problem.ranks
-        return not kind.queries and not (whole and self.problem.kv_heads % self.problem.parts == 0)
+        """True if several ranks return terms of a head, which its rows' rank adds up."""
+        return not kind.queries and self.problem.adds_terms
 
 
 def route_of(problem: Problem, chunks: tuple[Chunk, ...], form: Form, backward: bool) -> Route:

@@ -32,6 +32,11 @@ class Problem(NamedTuple):
     def ranks(self) -> int:
         return len(self.numbers)
 
+    @property
+    def adds_terms(self) -> bool:
+        """True if several ranks compute with a key/value head, whose gradient is then the sum of their terms."""
+        return self.parts != self.ranks or self.kv_heads % self.parts != 0
+
 
 class Piece(NamedTuple):
     """Positions of queries of one document, and of the keys that they see; the band is aligned at the lower right.
