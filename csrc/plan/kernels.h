@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "plan/table.h"
+
 namespace overlap::plan {
 
 // The GEMM that counts the tiles. kLibrary computes chunk by chunk with cuBLAS (or, on CPU, tile by
@@ -64,10 +66,8 @@ inline constexpr std::array<KernelTraits, 5> kKernels = {{
 }};
 // clang-format on
 
-// A number that is no kernel's, which validate refuses, has the library's row.
 constexpr const KernelTraits& traits(Kernel kernel) {
-  const auto row = static_cast<size_t>(kernel);
-  return kKernels[row < kKernels.size() ? row : 0];
+  return row_of(kKernels, kernel);
 }
 constexpr const char* name(Kernel kernel) {
   return traits(kernel).name;

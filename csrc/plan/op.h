@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "plan/table.h"
+
 namespace overlap::plan {
 
 enum class Op : int32_t {
@@ -77,10 +79,8 @@ inline constexpr std::array<CollectiveTraits, 10> kCollectives = {{
      kOverlaps},
 }};
 
-// A number that is no collective's, which validate refuses, has the first row.
 constexpr const CollectiveTraits& traits(Collective collective) {
-  const auto row = static_cast<size_t>(collective);
-  return kCollectives[row < kCollectives.size() ? row : 0];
+  return row_of(kCollectives, collective);
 }
 constexpr const char* name(Collective collective) {
   return traits(collective).name;

@@ -156,20 +156,13 @@ OVERLAP_NAME(Engine)
 #undef OVERLAP_NAME
 
 std::string kernel_names(Ability with, uint32_t without) {
-  std::string text;
-  for (const KernelTraits& one : kKernels) {
-    if (one.can(with) && (one.abilities & without) == 0)
-      text += (text.empty() ? "" : " and ") + std::string(one.name);
-  }
-  return text;
+  return names_of(kKernels, " and ", [&](const KernelTraits& one) {
+    return one.can(with) && (one.abilities & without) == 0;
+  });
 }
 
 std::string collective_names(uint32_t any) {
-  std::string text;
-  for (const CollectiveTraits& one : kCollectives) {
-    if (one.has(any)) text += (text.empty() ? "" : " or ") + std::string(one.name);
-  }
-  return text;
+  return names_of(kCollectives, " or ", [&](const CollectiveTraits& one) { return one.has(any); });
 }
 
 Kernel newest_kernel(const Machine& machine) {

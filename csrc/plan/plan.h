@@ -12,6 +12,7 @@
 #include "plan/op.h"
 #include "plan/profile.h"
 #include "plan/program.h"
+#include "plan/table.h"
 #include "plan/tile_order.h"
 
 namespace overlap::plan {
@@ -36,7 +37,7 @@ struct TransportTraits {
   bool has_windows = false;  // and the gathers of an exchange
 };
 
-// Other files ask the table, and compare no transports. A number that is no transport's has the first row.
+// Other files ask the table, and compare no transports.
 inline constexpr std::array<TransportTraits, 3> kTransports = {{
     {.name = "nccl", .doc = "CUDA tensors, any ranks", .has_windows = true},
     {.name = "gloo", .doc = "tensors on CPU", .on_cpu = true},
@@ -48,8 +49,7 @@ inline constexpr std::array<TransportTraits, 3> kTransports = {{
 }};
 
 constexpr const TransportTraits& traits(Transport transport) {
-  const auto row = static_cast<size_t>(transport);
-  return kTransports[row < kTransports.size() ? row : 0];
+  return row_of(kTransports, transport);
 }
 constexpr const char* name(Transport transport) {
   return traits(transport).name;
