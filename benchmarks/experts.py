@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import overlap_torch
 from overlap_torch._moe.activation import Gate
-from overlap_torch._moe.scaled import block_quantized
+from overlap_torch._moe.scaled import block_quantized, packed_linear
 from overlap_torch._tools.launch import current_device
 
 from .measure import Stopwatch
@@ -183,6 +183,28 @@ def gathered(x, ids, shares, gate_up, down) -> torch.Tensor:
 _cast_compiled = torch.compile(_cast, dynamic=True)
 
 
+def _products(rows, offs: torch.Tensor, gate_up, down, scaled) -> Callable[[int], object]:
+    """The two grouped GEMMs of `moe`, with the activation; of `scaled` weights where they are not None, without the casts."""
+    ops, form = torch.ops.overlap, Gate().form(False)
+    if scaled is None:
+
+        def products(_: int) -> torch.Tensor:
+            hidden, *_ = ops._moe_hidden(rows, gate_up, None, None, None, offs, *form, False)
+            return ops._moe_linear(hidden, down, offs)
+
+        return products
+    (gate_up, of_gate_up), (down, of_down) = scaled
+    by_blocks = of_down.dim() == 3
+    packed = ops._moe_pack(rows, offs, by_blocks)
+
+    def hidden() -> torch.Tensor:
+        scales = of_gate_up, None, None, None
+        return ops._moe_scaled_hidden(packed, gate_up, None, *scales, offs, *form)
+
+    packed_hidden = ops._moe_pack(hidden(), offs, by_blocks)
+    return lambda _: (hidden(), packed_linear(packed_hidden, down, of_down, None, offs))
+
+
 def _variants(
     model: Model, tokens: int, device: torch.device, backward: bool, args: argparse.Namespace
 ) -> dict[str, Callable]:
@@ -197,7 +219,7 @@ def _variants(
     x, grad = draw(tokens, model.hidden), torch.ones(tokens, model.hidden, device=device)
     gate_up = draw(model.experts, 2 * model.inner, model.hidden)
     down = draw(model.experts, model.hidden, model.inner)
-    scales = {}
+    scales, ours = {}, None
     if fp8:
         weights = gate_up, down
         gate_up, down = ours = [_cast(each) for each in weights]
@@ -239,15 +261,9 @@ def _variants(
     computations = {"gathered": gathered} if graph else {"sequence": sequence}
     computations |= {name: with_options(each) for name, each in options.items()}
     found = {name: variant(one) for name, one in computations.items()}
-    if not backward and not fp8:
+    if not backward:
         rows, route = overlap_torch.moe_dispatch(x, ids, num_experts=experts)
-        ops, form = torch.ops.overlap, Gate().form(False)
-
-        def products(_: int) -> torch.Tensor:
-            hidden, *_ = ops._moe_hidden(rows, gate_up, None, None, None, route.offs, *form, False)
-            return ops._moe_linear(hidden, down, route.offs)
-
-        found[BOUND] = products
+        found[BOUND] = _products(rows, route.offs, gate_up, down, ours)
     return found
 
 

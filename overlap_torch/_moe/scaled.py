@@ -82,7 +82,7 @@ def _fits(packed, weights, scales, others, gates=False) -> bool:
     return whole and kernel_takes(packed, inner, experts, read)
 
 
-def _linear(packed, weight, scale, bias, offs):
+def packed_linear(packed, weight, scale, bias, offs):
     """Packed rows and [e, N, K] to [R, N]: sums times the scales of row and column, or sums of blocks, each times its scales,
     rounded to bfloat16; then plus a bias [e, N]."""
     if _fits(packed, [weight], (scale,), (bias,)):
@@ -121,9 +121,9 @@ def _hidden(packed, weight, up, scale, up_scale, bias, shares, offs, *form):
     if gate and _fits(packed, weights, (scale, up_scale), (bias,), not interleaved):
         call = (packed, weight, up, bias, shares, offs, *form, False, scale, up_scale)
         return _ops._moe_grouped(*call)[0]
-    parts = [_linear(packed, weight, scale, None, offs), None]
+    parts = [packed_linear(packed, weight, scale, None, offs), None]
     if up is not None:
-        parts[1] = _linear(packed, up, up_scale, None, offs)
+        parts[1] = packed_linear(packed, up, up_scale, None, offs)
     return _ops._moe_gate(*parts, bias, shares, offs, *form)
 
 
@@ -138,7 +138,7 @@ def _down(packed, weight, scale, bias, offs, topk_weights, tokens, choices, *how
     if stride is not None and not ranks_first and _fits(packed, [weight], (scale,), (bias,)):
         form = (routes[0], routes[3], stride, tokens, choices, group)
         return _ops._moe_peer_down(packed, weight, bias, offs, topk_weights, *form, scale)
-    results = _linear(packed, weight, scale, bias, offs)
+    results = packed_linear(packed, weight, scale, bias, offs)
     return combine(results, topk_weights, tokens, choices, *routes, ranks_first, group)
 
 

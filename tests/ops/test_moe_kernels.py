@@ -333,14 +333,15 @@ def check_scaled(failures: Failures) -> None:
         cast = weight.to(fp8)
         poison(rows.device, 4096, 1 << 16)
         bias = draw(experts, 2 * width, dtype=torch.bfloat16)
-        mine = scaled._linear(packed, cast, scale, None, offs)[: ends[-1]]
+        mine = scaled.packed_linear(packed, cast, scale, None, offs)[: ends[-1]]
         failures.expect_equal(mine, right, "product", *place)
-        mine = scaled._linear(packed, cast, scale, bias, offs)[: ends[-1]]
+        mine = scaled.packed_linear(packed, cast, scale, bias, offs)[: ends[-1]]
         added = bias.repeat_interleave(offs.diff(prepend=offs.new_zeros(1)), 0)
         failures.expect_equal(mine, right + added, "bias", *place)
         shares = torch.rand(rows.shape[0], 1, device="cuda")
-        for form in ("halves", "turns", "pair"):
-            how = (bias, shares, offs, *activation.Gate().form(form == "turns"))
+        # Without a bias a SwiGLU has a form of its own.
+        for form, of_form in itertools.product(("halves", "turns", "pair"), (bias, None)):
+            how = (of_form, shares, offs, *activation.Gate().form(form == "turns"))
             room = right.new_zeros((ROOM, width))
             if form == "pair":
                 weights = [part.contiguous() for part in cast.chunk(2, 1)]
@@ -359,7 +360,8 @@ def check_scaled(failures: Failures) -> None:
                 parts = [torch.cat([right, room.repeat(1, 2)]), None]
             mine = _ops._moe_scaled_hidden(packed, *weights, *of_weights, *how)
             hidden = _ops._moe_gate(*parts, *how)
-            failures.expect_equal(mine[: ends[-1]], hidden[: ends[-1]], form, *place)
+            given = form, of_form is not None, *place
+            failures.expect_equal(mine[: ends[-1]], hidden[: ends[-1]], *given)
 
 
 def results(operands, of: slice, weights: list[torch.Tensor], **how) -> list[torch.Tensor]:

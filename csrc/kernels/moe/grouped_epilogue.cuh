@@ -32,10 +32,10 @@ struct Product {
   static constexpr int kWidth = kWidth_;
   static constexpr bool kWide = kWidth == kWideTile;
   static_assert(!kWide || kWeights);
-  // A gate that is a SwiGLU without biases, whose columns are not scaled and not interleaved: registers hold gate and up of a column.
+  // A gate that is a SwiGLU without biases, not interleaved, whose sums are already scaled: registers hold gate and up of a column.
   static constexpr bool kSwiglu = kSwiglu_;
-  static_assert(!kSwiglu || (kGated && !kScaled));
-  static constexpr bool kRuns = kWide || kSwiglu;
+  static_assert(!kSwiglu || (kGated && (!kScaled || kBlocks)));
+  static constexpr bool kRuns = kWide || (kSwiglu && !kBlocks);
   static constexpr int kColumns = kGated ? kWidth / 2 : kWidth;  // of the output
   static constexpr int kSums = kWidth / 2;                       // a thread's, of 64 rows
   // Bytes of a staged row: no two rows of a store meet in a bank.
@@ -120,10 +120,21 @@ class Epilogue {
     if (rows.count <= 0) return;
     if constexpr (P::kRuns) return store_runs(sums, rows);
     if constexpr (P::kScaled && !P::kBlocks) scale(sums, rows);
-    stage<P>(sums, staged_);
+    if constexpr (P::kSwiglu) {
+      stage_swiglu(sums, rows);
+    } else {
+      stage<P>(sums, staged_);
+    }
     const int part = lane_ % kParts;
     const int64_t column = int64_t{rows.tile} * kColumns + part * 8;
     const bool inside = column < params_.gate.width;
+    // Groups that share a tile wait for this.
+    if constexpr (P::kBlocks && (P::kSwiglu || !kGated)) {
+      if (params_.home.source == nullptr && (kGated || params_.gate.gate_bias == nullptr)) {
+        if (inside) store_staged(rows, part, column);
+        return;
+      }
+    }
     Columns bias;
     if (inside) bias.template add<T>(params_.gate, rows.expert, column);
     const Places own = lane_ < rows.count ? places(rows) : Places{};
@@ -134,7 +145,7 @@ class Epilogue {
       char* const home = from_lane(own.home, row);
       if (row >= rows.count || !inside) continue;
       Part<T> value = staged(row, part);
-      if constexpr (kGated) {
+      if constexpr (kGated && !P::kSwiglu) {
         value = gate(row, part, rows.first + row, column, bias);
       } else if (kForm == GroupedForm::kRows && params_.gate.gate_bias != nullptr) {
 #pragma unroll
@@ -154,6 +165,19 @@ class Epilogue {
   static constexpr int kColumns = P::kColumns;
   static constexpr int kParts = kColumns / 8;
   static constexpr int kRows = 32 / kParts;  // that the warp takes up at a time
+
+  // Staged rows that are done, all at once.
+  __device__ __forceinline__ void store_staged(const WarpRows& rows, int part,
+                                               int64_t column) const {
+    const int own_row = lane_ / kParts;
+    T* const to = static_cast<T*>(params_.gate.output) +
+                  (rows.first + own_row) * params_.gate.width + column;
+#pragma unroll
+    for (int first = 0; first < kWarpRows; first += kRows) {
+      if (first + own_row >= rows.count) continue;
+      part_at<T>(to, first * params_.gate.width) = staged(first + own_row, part);
+    }
+  }
 
   // Each row is a run, which the warp does not wait for: the other group's products leave the time to store it.
   __device__ void store_runs(const float (&sums)[P::kSums], const WarpRows& rows) {
@@ -195,13 +219,39 @@ class Epilogue {
       const int row = 8 * half + lane_ / 4;
       const float share = shares == nullptr || row >= rows.count ? 1.0f : shares[rows.first + row];
       stage_half<kColumns>(half, [&](int i) {
-        const float up = rounded(sums[P::kSums / 2 + i]);
-        const Gated<float> active = apply(GateForm<float>(), true, rounded(sums[i]), up);
-        return active.value * active.factor * share;
+        return swiglu(sums, i) * share;
       });
       if (stores) store_run(&part_at<T>(gate.output, own_row * gate.width + column), run(), bytes);
       commit_stores();
     }
+  }
+
+  __device__ static float swiglu(const float (&sums)[P::kSums], int i) {
+    const float up = rounded(sums[P::kSums / 2 + i]);
+    const Gated<float> active = apply(GateForm<float>(), true, rounded(sums[i]), up);
+    return active.value * active.factor;
+  }
+
+  // As stage(), of a SwiGLU's columns.
+  __device__ __forceinline__ void stage_swiglu(const float (&sums)[P::kSums],
+                                               const WarpRows& rows) const {
+    const auto* const shares = static_cast<const float*>(params_.gate.shares);
+    const auto share_of = [&](int row) {
+      return shares == nullptr || row >= rows.count ? 1.0f : shares[rows.first + row];
+    };
+    const float share[2] = {share_of(lane_ / 4), share_of(8 + lane_ / 4)};
+    __syncwarp();
+    char* const to = staged_ + lane_ / 4 * P::kPitch + lane_ % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < P::kSums / 2; i += 4) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int first = i + 2 * half;
+        *reinterpret_cast<uint32_t*>(to + 8 * half * P::kPitch + 4 * i) = round_pair<T>(
+            swiglu(sums, first) * share[half], swiglu(sums, first + 1) * share[half]);
+      }
+    }
+    __syncwarp();
   }
 
   // Stages eight rows of sums or of what `value(i)` makes of sum i, where runs were stored before the last ones.

@@ -105,10 +105,17 @@ __device__ __forceinline__ void meet_cluster() {
 
 // An operand in rows of 128 bytes, swizzled; eight of them repeat after 1024 bytes. Its rows are along k, and it has `bytes` to the next 64
 // rows; or, turned, each of its rows is one number of k, and `bytes` lead to the next 64 columns.
-__device__ __forceinline__ uint64_t operand(const char* pointer, uint64_t bytes = 16) {
-  const uint64_t address = (shared_address(pointer) & 0x3ffff) >> 4;
-  return address | bytes >> 4 << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
-}
+struct Operand {
+  uint32_t low;  // the high word is a constant, so that one word is added to
+
+  __device__ explicit Operand(const char* pointer, uint32_t bytes = 16)
+      : low((shared_address(pointer) & 0x3ffff) >> 4 | bytes >> 4 << 16) {}
+  // As it is `further` bytes on.
+  __device__ uint64_t at(uint32_t further) const {
+    constexpr uint64_t kHigh = 1024 >> 4 | 1u << 30;
+    return kHigh << 32 | (low + (further >> 4));
+  }
+};
 // This thread's stores in shared memory come before products and stores of runs that read it.
 __device__ __forceinline__ void show_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

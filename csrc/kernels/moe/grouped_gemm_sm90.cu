@@ -45,17 +45,17 @@ class Multiplier {
       await(&shared_.full[turn_.stage], turn_.parity);
       char* const stage = shared_.stages[turn_.stage];
       if (kTurnedA && left < P::kK) clear_rows(stage, left);
-      const uint64_t a = operand(stage);
-      const uint64_t b = operand(stage + 2 * kHalfBytes, kTurnedB ? kHalfBytes : 16);
+      const Operand a(stage);
+      const Operand b(stage + 2 * kHalfBytes, kTurnedB ? kHalfBytes : 16);
       begin_mma();
 #pragma unroll
       for (int at = 0; at < kLine / 32; ++at) {
         const int adds = step > 0 || at > 0;
-        const uint64_t of_a = a + at * step_of(kTurnedA);
-        const uint64_t of_b = b + at * step_of(kTurnedB);
-        multiply<typename P::T, kTurnedA, kTurnedB>(upper, of_a, of_b, adds);
+        const uint32_t of_a = at * step_of(kTurnedA);
+        const uint64_t of_b = b.at(at * step_of(kTurnedB));
+        multiply<typename P::T, kTurnedA, kTurnedB>(upper, a.at(of_a), of_b, adds);
         if constexpr (kWhole) {
-          multiply<typename P::T, kTurnedA, kTurnedB>(lower, of_a + (kHalfBytes >> 4), of_b, adds);
+          multiply<typename P::T, kTurnedA, kTurnedB>(lower, a.at(of_a + kHalfBytes), of_b, adds);
         }
       }
       commit_mma();
@@ -76,7 +76,7 @@ class Multiplier {
   static constexpr bool kTurnedA = P::kTurnedA;
   static constexpr bool kTurnedB = P::kTurnedB;
   // 32 bytes of each row or, turned, sixteen rows.
-  static constexpr uint64_t step_of(bool turned) { return (turned ? 16 * kLine : 32) >> 4; }
+  static constexpr uint32_t step_of(bool turned) { return turned ? 16 * kLine : 32; }
 
   // Rows after the expert's last one are another's, or nobody's.
   __device__ void clear_rows(char* stage, int first) const {
@@ -164,6 +164,12 @@ class BlockMultiplier {
     float even[P::kSums];
     float odd[P::kSums];
     int step = 0;
+    // One group waits for its products while the other one's are under way.
+    if (group_ == 1) {
+      begin(even);
+      add<0>(even, sums);
+      step = 1;
+    }
     // Products are under way across no branch, or the compiler lets each one wait for the one before.
     for (; step + 1 < steps; step += 2) {
       begin(even);
@@ -180,14 +186,12 @@ class BlockMultiplier {
  private:
   __device__ __forceinline__ void begin(float (&products)[P::kSums]) {
     await(&shared_.full[turn_.stage], turn_.parity);
-    const char* const stage = shared_.stages[turn_.stage];
-    const uint64_t a = operand(stage + group_ * kHalfBytes);
-    const uint64_t b = operand(stage + 2 * kHalfBytes);
+    const Operand operands(shared_.stages[turn_.stage]);
     begin_mma();
 #pragma unroll
-    for (int at = 0; at < kLine / 32; ++at) {
-      constexpr int kStep = 32 >> 4;
-      multiply<typename P::T, 0, 0>(products, a + at * kStep, b + at * kStep, at > 0);
+    for (int at = 0; at < kLine; at += 32) {
+      multiply<typename P::T, 0, 0>(products, operands.at(group_ * kHalfBytes + at),
+                                    operands.at(2 * kHalfBytes + at), at > 0);
     }
     commit_mma();
     turn_.next();
@@ -359,9 +363,10 @@ Kernel kernel_of(GroupedForm form, bool turned, bool other) {
   return {};
 }
 
-Kernel scaled_kernel(GroupedForm form, bool by_blocks) {
+Kernel scaled_kernel(GroupedForm form, bool by_blocks, bool other) {
   using T = __nv_fp8_e4m3;
   if (form == GroupedForm::kGate) {
+    if (other) return kernel_of<Product<T, GroupedForm::kGate, false, kTile, true, true>>();
     return by_blocks ? kernel_of<Product<T, GroupedForm::kGate, false, kTile, true>>()
                      : kernel_of<Product<T, GroupedForm::kGate, false>>();
   }
@@ -370,7 +375,7 @@ Kernel scaled_kernel(GroupedForm form, bool by_blocks) {
 }
 
 Kernel kernel_for(const GroupedGemmParams& gemm, bool other) {
-  if (gemm.scale != nullptr) return scaled_kernel(gemm.form, gemm.by_blocks);
+  if (gemm.scale != nullptr) return scaled_kernel(gemm.form, gemm.by_blocks, other);
   return gemm.gate.element == Element::kFloat16
              ? kernel_of<__half>(gemm.form, gemm.turned, other)
              : kernel_of<__nv_bfloat16>(gemm.form, gemm.turned, other);
@@ -429,17 +434,19 @@ int column_pairs(const GroupedGemmParams& gemm, int tile_width) {
   return static_cast<int>((gemm.gate.width + pair - 1) / pair);
 }
 
-// Up to this k the form of a SwiGLU is faster; measured.
+// Up to this k the form of a SwiGLU is faster, and with scales of blocks always; measured.
 constexpr int64_t kSwigluMaxK = 2048;
 
-// A SwiGLU of few k has its form, and gradients of weights have the tile that is expected to end first. The bits are the same.
+// A SwiGLU has its form where that is faster, and gradients of weights have the tile that is expected to end first. The bits are the same.
 bool takes_other(const GroupedGemmParams& gemm) {
   if (gemm.form == GroupedForm::kRows) return false;
   if (gemm.form == GroupedForm::kGate) {
     const GateParams& gate = gemm.gate;
-    return gate.activation == Activation::kSilu && gate.alpha == 1.0 && gate.limit <= 0.0 &&
-           gate.offset == 0.0 && gate.gate_bias == nullptr && !gate.interleaved && !gemm.turned &&
-           gemm.k <= kSwigluMaxK;
+    const bool faster =
+        gemm.scale == nullptr ? gemm.k <= kSwigluMaxK : gemm.by_blocks && gate.gate_grad == nullptr;
+    return faster && gate.activation == Activation::kSilu && gate.alpha == 1.0 &&
+           gate.limit <= 0.0 && gate.offset == 0.0 && gate.gate_bias == nullptr &&
+           !gate.interleaved && !gemm.turned;
   }
   const auto time = [&](int width) {
     constexpr int kCost = 28;  // columns that a tile takes longer than its products; measured
@@ -464,7 +471,7 @@ cudaError_t load_grouped_gemm() {
       const bool other = options == 2;
       for (const Kernel& kernel :
            {kernel_of<__nv_bfloat16>(form, turned, other), kernel_of<__half>(form, turned, other),
-            scaled_kernel(form, turned)}) {
+            scaled_kernel(form, turned, other)}) {
         const cudaError_t error = set_memory(kernel);
         if (error != cudaSuccess) return error;
       }

@@ -28,6 +28,7 @@ struct Shared {
   uint64_t full[kStages];
   uint64_t empty[kStages];
   int32_t ends[kMaxGroupedExperts];  // of each expert's cluster tiles
+  int32_t offs[kMaxGroupedExperts];  // GateParams
 };
 template <class P>
 constexpr int kSharedBytes = static_cast<int>(sizeof(Shared<P>)) + 1024;
@@ -78,10 +79,9 @@ class Tiles {
     const int experts = params_.gemm.gate.experts;
     while (expert_ < experts && shared_.ends[expert_] <= tile_) ++expert_;
     if (expert_ == experts) return false;
-    const int32_t* offs = params_.gemm.gate.offs;
     place.expert = expert_;
-    place.begin = expert_ == 0 ? 0 : offs[expert_ - 1];
-    place.end = offs[expert_];
+    place.begin = expert_ == 0 ? 0 : shared_.offs[expert_ - 1];
+    place.end = shared_.offs[expert_];
     const int origin = P::kWeights ? 0 : place.begin;
     place.end_row = P::kWeights ? static_cast<int>(params_.gemm.n) : place.end;
     const int first = expert_ == 0 ? 0 : shared_.ends[expert_ - 1];
@@ -146,7 +146,10 @@ __device__ void count_tiles(const KernelParams& params, Shared<P>& shared) {
       const int before = __shfl_up_sync(0xffffffff, tiles, distance);
       if (lane >= distance) tiles += before;
     }
-    if (expert < params.gemm.gate.experts) shared.ends[expert] = total + tiles;
+    if (expert < params.gemm.gate.experts) {
+      shared.ends[expert] = total + tiles;
+      shared.offs[expert] = params.gemm.gate.offs[expert];
+    }
     total += __shfl_sync(0xffffffff, tiles, 31);
   }
 }
