@@ -1,5 +1,5 @@
-// The way of a tile's sums to memory. A warp stages sixteen rows, rounded, and takes them up again, 16 bytes a lane; or it stages results, and
-// stores each row as a run.
+// The way of a tile's sums to memory. A warp stages sixteen rows, rounded, and takes them up again, 16 bytes a lane; rows of wide tiles are
+// stored as runs.
 #pragma once
 
 #include "kernels/chunk/element.cuh"
@@ -32,10 +32,9 @@ struct Product {
   static constexpr int kWidth = kWidth_;
   static constexpr bool kWide = kWidth == kWideTile;
   static_assert(!kWide || kWeights);
-  // A gate that is a SwiGLU without biases, not interleaved, whose sums are already scaled: registers hold gate and up of a column.
+  // A gate that is a SwiGLU without biases, not interleaved: registers hold gate and up of a column.
   static constexpr bool kSwiglu = kSwiglu_;
-  static_assert(!kSwiglu || (kGated && (!kScaled || kBlocks)));
-  static constexpr bool kRuns = kWide || (kSwiglu && !kBlocks);
+  static_assert(!kSwiglu || kGated);
   static constexpr int kColumns = kGated ? kWidth / 2 : kWidth;  // of the output
   static constexpr int kSums = kWidth / 2;                       // a thread's, of 64 rows
   // Bytes of a staged row: no two rows of a store meet in a bank.
@@ -118,23 +117,23 @@ class Epilogue {
 
   __device__ void store(float (&sums)[P::kSums], const WarpRows& rows) {
     if (rows.count <= 0) return;
-    if constexpr (P::kRuns) return store_runs(sums, rows);
+    if constexpr (P::kWide) return store_runs(sums, rows);
     if constexpr (P::kScaled && !P::kBlocks) scale(sums, rows);
     if constexpr (P::kSwiglu) {
+      if (params_.gate.gate_grad != nullptr) {
+        stage<P>(sums, staged_);
+        keep_staged(rows);
+      }
       stage_swiglu(sums, rows);
     } else {
       stage<P>(sums, staged_);
     }
+    if constexpr (P::kSwiglu || kForm == GroupedForm::kRows) {
+      if (kGated || params_.gate.gate_bias == nullptr) return store_staged(rows);
+    }
     const int part = lane_ % kParts;
     const int64_t column = int64_t{rows.tile} * kColumns + part * 8;
     const bool inside = column < params_.gate.width;
-    // Groups that share a tile wait for this.
-    if constexpr (P::kBlocks && (P::kSwiglu || !kGated)) {
-      if (params_.home.source == nullptr && (kGated || params_.gate.gate_bias == nullptr)) {
-        if (inside) store_staged(rows, part, column);
-        return;
-      }
-    }
     Columns bias;
     if (inside) bias.template add<T>(params_.gate, rows.expert, column);
     const Places own = lane_ < rows.count ? places(rows) : Places{};
@@ -167,15 +166,29 @@ class Epilogue {
   static constexpr int kRows = 32 / kParts;  // that the warp takes up at a time
 
   // Staged rows that are done, all at once.
-  __device__ __forceinline__ void store_staged(const WarpRows& rows, int part,
-                                               int64_t column) const {
-    const int own_row = lane_ / kParts;
-    T* const to = static_cast<T*>(params_.gate.output) +
-                  (rows.first + own_row) * params_.gate.width + column;
+  __device__ __forceinline__ void store_staged(const WarpRows& rows) const {
+    const int part = lane_ % kParts;
+    const int64_t column = int64_t{rows.tile} * kColumns + part * 8;
+    const Places own = lane_ < rows.count ? places(rows) : Places{};
+    char* const place = own.home != nullptr ? own.home : own.here;
 #pragma unroll
     for (int first = 0; first < kWarpRows; first += kRows) {
-      if (first + own_row >= rows.count) continue;
-      part_at<T>(to, first * params_.gate.width) = staged(first + own_row, part);
+      const int row = first + lane_ / kParts;
+      char* const to = from_lane(place, row);
+      if (row >= rows.count || column >= params_.gate.width) continue;
+      part_at<T>(to, column) = staged(row, part);
+    }
+  }
+
+  // Staged gates and ups, for backward.
+  __device__ __forceinline__ void keep_staged(const WarpRows& rows) const {
+    const int part = lane_ % kParts;
+    const int64_t column = int64_t{rows.tile} * kColumns + part * 8;
+#pragma unroll
+    for (int first = 0; first < kWarpRows; first += kRows) {
+      const int row = first + lane_ / kParts;
+      if (row >= rows.count || column >= params_.gate.width) continue;
+      keep(rows.first + row, column, staged(row, part), staged(row, part + kParts));
     }
   }
 
@@ -184,46 +197,14 @@ class Epilogue {
     const int64_t column = int64_t{rows.tile} * kColumns;
     const auto bytes = 2 * static_cast<int>(min(int64_t{kColumns}, params_.gate.width - column));
     if (bytes <= 0) return;
-    if constexpr (kGated) {
-      store_swiglu(sums, rows, column, bytes);
-    } else {
-      await_stores_read<0>();
-      stage<P>(sums, staged_);
-      show_async();
-      __syncwarp();
-      if (lane_ < rows.count) {
-        store_run(places(rows).here + column * 2, staged_ + lane_ * P::kPitch, bytes);
-      }
-      commit_stores();
+    await_stores_read();
+    stage<P>(sums, staged_);
+    show_async();
+    __syncwarp();
+    if (lane_ < rows.count) {
+      store_run(places(rows).here + column * 2, staged_ + lane_ * P::kPitch, bytes);
     }
-  }
-
-  // Eight rows at a time.
-  __device__ void store_swiglu(const float (&sums)[P::kSums], const WarpRows& rows, int64_t column,
-                               int bytes) {
-    const GateParams& gate = params_.gate;
-    const auto* const shares = static_cast<const float*>(gate.shares);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bool stores = lane_ / 8 == half && lane_ < rows.count;
-      const int64_t own_row = rows.first + lane_;
-      if (gate.gate_grad != nullptr) {
-        stage_half<P::kWidth>(half, [&](int i) { return sums[i]; });
-        if (stores) {
-          const int64_t begin = own_row * gate.grad_stride + column;
-          store_run(&part_at<T>(gate.gate_grad, begin), run(), bytes);
-          store_run(&part_at<T>(gate.up_grad, begin), run() + kColumns * 2, bytes);
-        }
-        commit_stores();
-      }
-      const int row = 8 * half + lane_ / 4;
-      const float share = shares == nullptr || row >= rows.count ? 1.0f : shares[rows.first + row];
-      stage_half<kColumns>(half, [&](int i) {
-        return swiglu(sums, i) * share;
-      });
-      if (stores) store_run(&part_at<T>(gate.output, own_row * gate.width + column), run(), bytes);
-      commit_stores();
-    }
+    commit_stores();
   }
 
   __device__ static float swiglu(const float (&sums)[P::kSums], int i) {
@@ -253,24 +234,6 @@ class Epilogue {
     }
     __syncwarp();
   }
-
-  // Stages eight rows of sums or of what `value(i)` makes of sum i, where runs were stored before the last ones.
-  template <int kCount, class Value>
-  __device__ __forceinline__ void stage_half(int half, const Value& value) {
-    slot_ = staged_ + (slot_ == staged_ ? 8 * P::kPitch : 0);
-    await_stores_read<1>();
-    __syncwarp();
-    char* const to = slot_ + lane_ / 4 * P::kPitch + lane_ % 4 * 4;
-#pragma unroll
-    for (int j = 0; j < kCount / 8; ++j) {
-      const int first = 4 * j + 2 * half;
-      *reinterpret_cast<uint32_t*>(to + 16 * j) = round_pair<T>(value(first), value(first + 1));
-    }
-    show_async();
-    __syncwarp();
-  }
-  // The staged row that this lane stores.
-  __device__ const char* run() const { return slot_ + lane_ % 8 * P::kPitch; }
 
   __device__ static float rounded(float sum) {
     T value;
@@ -404,7 +367,6 @@ class Epilogue {
   const int second_;
   char* const staged_;
   const int lane_;
-  char* slot_ = staged_;  // of eight rows
 };
 
 #endif

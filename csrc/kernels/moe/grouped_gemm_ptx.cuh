@@ -77,10 +77,8 @@ __device__ __forceinline__ void store_run(void* to, const void* from, int bytes)
 __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// All but the last kLeft commits.
-template <int kLeft>
 __device__ __forceinline__ void await_stores_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 __device__ __forceinline__ void await_stores() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
       consume(params, shared);
     }
   }
-  if constexpr (P::kRuns) await_stores();
+  if constexpr (P::kWide) await_stores();
   // A CTA stays until the other one stores nothing more in its memory.
   meet_cluster();
 #endif
@@ -366,7 +366,10 @@ Kernel kernel_of(GroupedForm form, bool turned, bool other) {
 Kernel scaled_kernel(GroupedForm form, bool by_blocks, bool other) {
   using T = __nv_fp8_e4m3;
   if (form == GroupedForm::kGate) {
-    if (other) return kernel_of<Product<T, GroupedForm::kGate, false, kTile, true, true>>();
+    if (other) {
+      return by_blocks ? kernel_of<Product<T, GroupedForm::kGate, false, kTile, true, true>>()
+                       : kernel_of<Product<T, GroupedForm::kGate, false, kTile, false, true>>();
+    }
     return by_blocks ? kernel_of<Product<T, GroupedForm::kGate, false, kTile, true>>()
                      : kernel_of<Product<T, GroupedForm::kGate, false>>();
   }
@@ -434,7 +437,7 @@ int column_pairs(const GroupedGemmParams& gemm, int tile_width) {
   return static_cast<int>((gemm.gate.width + pair - 1) / pair);
 }
 
-// Up to this k the form of a SwiGLU is faster, and with scales of blocks always; measured.
+// Up to this k the form of a SwiGLU is faster, and in fp8 always; measured.
 constexpr int64_t kSwigluMaxK = 2048;
 
 // A SwiGLU has its form where that is faster, and gradients of weights have the tile that is expected to end first. The bits are the same.
@@ -442,8 +445,7 @@ bool takes_other(const GroupedGemmParams& gemm) {
   if (gemm.form == GroupedForm::kRows) return false;
   if (gemm.form == GroupedForm::kGate) {
     const GateParams& gate = gemm.gate;
-    const bool faster =
-        gemm.scale == nullptr ? gemm.k <= kSwigluMaxK : gemm.by_blocks && gate.gate_grad == nullptr;
+    const bool faster = gemm.scale != nullptr || gemm.k <= kSwigluMaxK;
     return faster && gate.activation == Activation::kSilu && gate.alpha == 1.0 &&
            gate.limit <= 0.0 && gate.offset == 0.0 && gate.gate_bias == nullptr &&
            !gate.interleaved && !gemm.turned;
@@ -471,7 +473,7 @@ cudaError_t load_grouped_gemm() {
       const bool other = options == 2;
       for (const Kernel& kernel :
            {kernel_of<__nv_bfloat16>(form, turned, other), kernel_of<__half>(form, turned, other),
-            scaled_kernel(form, turned, other)}) {
+            scaled_kernel(form, false, other), scaled_kernel(form, true, other)}) {
         const cudaError_t error = set_memory(kernel);
         if (error != cudaSuccess) return error;
       }
