@@ -5,8 +5,8 @@
 //   group 0  |   | mma 0 | store 0 | mma 2 | ...
 //   group 1  |           | mma 1   | store 1 | ...
 //
-// Tiles have 128 x 128 numbers. Gradients of weights also have tiles of 128 x 192, which need a sixth fewer loads for their products. With few
-// numbers of k a SwiGLU takes longer than the products: then one without biases is applied to the sums in registers.
+// Tiles have 128 x 128 numbers. Gradients of weights also have tiles of 128 x 192, which need a sixth fewer loads for their products. In fp8,
+// or with few numbers of k, the products are too short to hide a SwiGLU: one without biases is then applied to the sums in registers.
 //
 // With scales of blocks the groups share each tile, half of its rows each: one adds a stage's products to its sums while the other
 // multiplies.
