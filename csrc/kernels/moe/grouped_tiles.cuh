@@ -1,4 +1,4 @@
-// The tiles of a grouped GEMM in their order, the shared memory that they pass through, and the warp that loads them.
+// The tiles of a grouped GEMM in their order, the shared memory that they pass through, and the warps that load them.
 #pragma once
 
 #include <cuda.h>
@@ -214,6 +214,45 @@ __device__ void produce(const KernelParams& params, Shared<P>& shared) {
       load.template operator()<kHalf>();
     } else {
       load.template operator()<kFewRows>();
+    }
+  }
+}
+
+// A warp that loads the scales of blocks beside the operands: those of a tile's rows, and of its columns' two halves.
+template <class P>
+__device__ void bring_scales(const KernelParams& params, Shared<P>& shared) {
+  constexpr int kRowsOfLane = kTile / 32;
+  const GroupedGemmParams& gemm = params.gemm;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t row_bytes = gemm.k + scale_bytes(gemm.k, true);
+  const char* const of_rows = static_cast<const char*>(gemm.input) + gemm.k;
+  const auto blocks = static_cast<int>(scale_blocks(gemm.n));
+  Tiles<P> tiles(params, shared);
+  Turn<Shared<P>::kStages> turn;
+  for (Place place; tiles.next(place);) {
+    // Rows after the last one have the scales of that one, and are not stored. So have columns.
+    const float* rows[kRowsOfLane];
+#pragma unroll
+    for (int i = 0; i < kRowsOfLane; ++i) {
+      const int row = min(place.first_row + 32 * i + lane, place.end_row - 1);
+      rows[i] = reinterpret_cast<const float*>(of_rows + row * row_bytes);
+    }
+    const int half = lane % 2;
+    const int column =
+        (place.pair * kCluster + cluster_rank()) * params.step + half * params.second;
+    const int block = min(column / static_cast<int>(kScaledBlock), blocks - 1);
+    const float* const columns =
+        (half == 1 && gemm.up_scale != nullptr ? gemm.up_scale : gemm.scale) +
+        (int64_t{place.expert} * blocks + block) * scale_blocks(gemm.k);
+    const int steps = tiles.steps(place);
+    for (int step = 0; step < steps; ++step) {
+      await(&shared.empty[turn.stage], turn.parity ^ 1);
+      float* const to = shared.scales[turn.stage];
+#pragma unroll
+      for (int i = 0; i < kRowsOfLane; ++i) copy_number(&to[32 * i + lane], rows[i] + step);
+      if (lane < 2) copy_number(&to[kTile + lane], columns + step);
+      arrive_when_copied(&shared.full[turn.stage]);
+      turn.next();
     }
   }
 }
