@@ -51,19 +51,25 @@ struct WarpRows {
   int count;
 };
 
-// Sums 4j and 4j + 1 are of row lane / 4 and columns 8j + lane % 4 * 2 and the next, 4j + 2 and 4j + 3 of eight rows further.
-template <class P>
-__device__ __forceinline__ void stage(const float (&sums)[P::kSums], char* staged) {
+// Stages `value(i)` of each sum i of kCount columns. Sums 4j and 4j + 1 are of row lane / 4 and columns 8j + lane % 4 * 2 and the next, 4j + 2
+// and 4j + 3 of eight rows further.
+template <class P, int kCount, class Value>
+__device__ __forceinline__ void stage(char* staged, const Value& value) {
   using T = typename P::Result;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   __syncwarp();  // nobody reads what was staged before
 #pragma unroll
-  for (int j = 0; j < P::kWidth / 8; ++j) {
+  for (int j = 0; j < kCount / 8; ++j) {
     char* const to = staged + lane / 4 * P::kPitch + (8 * j + lane % 4 * 2) * 2;
-    *reinterpret_cast<uint32_t*>(to) = round_pair<T>(sums[4 * j], sums[4 * j + 1]);
-    *reinterpret_cast<uint32_t*>(to + 8 * P::kPitch) = round_pair<T>(sums[4 * j + 2], sums[4 * j + 3]);
+    *reinterpret_cast<uint32_t*>(to) = round_pair<T>(value(4 * j), value(4 * j + 1));
+    *reinterpret_cast<uint32_t*>(to + 8 * P::kPitch) =
+        round_pair<T>(value(4 * j + 2), value(4 * j + 3));
   }
   __syncwarp();
+}
+template <class P>
+__device__ __forceinline__ void stage(const float (&sums)[P::kSums], char* staged) {
+  stage<P, P::kWidth>(staged, [&](int i) { return sums[i]; });
 }
 
 template <class T>
@@ -144,7 +150,7 @@ class Epilogue {
       char* const home = from_lane(own.home, row);
       if (row >= rows.count || !inside) continue;
       Part<T> value = staged(row, part);
-      if constexpr (kGated && !P::kSwiglu) {
+      if constexpr (kGated) {
         value = gate(row, part, rows.first + row, column, bias);
       } else if (kForm == GroupedForm::kRows && params_.gate.gate_bias != nullptr) {
 #pragma unroll
@@ -221,18 +227,7 @@ class Epilogue {
       return shares == nullptr || row >= rows.count ? 1.0f : shares[rows.first + row];
     };
     const float share[2] = {share_of(lane_ / 4), share_of(8 + lane_ / 4)};
-    __syncwarp();
-    char* const to = staged_ + lane_ / 4 * P::kPitch + lane_ % 4 * 4;
-#pragma unroll
-    for (int i = 0; i < P::kSums / 2; i += 4) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int first = i + 2 * half;
-        *reinterpret_cast<uint32_t*>(to + 8 * half * P::kPitch + 4 * i) = round_pair<T>(
-            swiglu(sums, first) * share[half], swiglu(sums, first + 1) * share[half]);
-      }
-    }
-    __syncwarp();
+    stage<P, kColumns>(staged_, [&](int i) { return swiglu(sums, i) * share[i / 2 % 2]; });
   }
 
   __device__ static float rounded(float sum) {
