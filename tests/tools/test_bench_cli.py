@@ -239,6 +239,7 @@ _CALLS, _GRAPHS = {"sequence", "moe", "max_rows", "by ranks"}, {"gathered", "max
         (["--fp8"], [False], _CALLS | {"GEMMs"}),
         (["--fp8", "blocks"], [False], _CALLS | {"GEMMs"}),
         (["--mode", "graph"], [False], _GRAPHS | {"GEMMs"}),
+        (["--mode", "graph", "--fp8"], [False], _GRAPHS | {"GEMMs"}),
     ],
 )
 def test_bench_experts_measures_every_variant(options, passes, names, tmp_path):
